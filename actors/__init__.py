@@ -1,0 +1,1 @@
+"""The processes of a run, in the order a rollout meets them."""

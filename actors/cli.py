@@ -1,0 +1,4 @@
+"""The command line (being built)."""
+
+
+def main() -> None: ...

@@ -1,0 +1,1 @@
+"""The rollout store: groups by uid, the staleness bound, and the ledger."""

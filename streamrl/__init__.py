@@ -1,0 +1,1 @@
+"""The vocabulary and the mathematics of streamrl; no process of its own."""

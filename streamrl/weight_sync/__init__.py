@@ -1,0 +1,1 @@
+"""The versioned weight-sync channel from the learner to the generators."""
