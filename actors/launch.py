@@ -1,0 +1,286 @@
+"""Composition root: turns a `Config` into the processes of a run, and makes sure that they are gone afterwards.
+
+The only place that applies `ray.remote`. Every process is one Ray actor, a `Host`, that sets its environment and its log
+file before it imports and builds one plain class; the controller talks to it through a `RayProcess`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import pathlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.controller import Controller, Outcome
+from actors.live_view import LiveView, show_progress
+from streamrl.config import Config, dump_config
+from streamrl.errors import ConfigError, DeadlineExceededError, ProcessDiedError, StreamrlError
+from streamrl.tracking import Tracker
+
+OBJECT_STORE_BYTES = 100 * 1024 * 1024  # only control messages pass through Ray; rollouts and weights do not
+
+
+class Host:
+    """The Ray actor around one plain class: environment and log file first, then the import.
+
+    vLLM and torch read the environment when they are imported, and vLLM's engine process inherits the log file, so both
+    must be in place before `target` is.
+    """
+
+    def __init__(self, target: str, arguments: dict[str, Any], *, log_path: str, environment: dict[str, str]) -> None:
+        os.environ.update(environment)
+        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(log, stream.fileno())
+        os.close(log)
+        module, _, name = target.partition(":")
+        self._target = getattr(importlib.import_module(module), name)(**arguments)
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self._target, method)(*args, **kwargs)
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+class RayProcess:
+    """One process of the run as the controller sees it: a name, a pid, and calls with a deadline."""
+
+    def __init__(self, name: str, actor: Any, *, log_path: pathlib.Path) -> None:
+        self.name = name
+        self.pid = 0
+        self.log_path = log_path
+        self._actor = actor
+
+    async def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        """Call an async method of the process's class.
+
+        `timeout_s=None` is for calls that last as long as the process serves (`run`): those end with its death.
+
+        Raises:
+            DeadlineExceededError: it did not answer within `timeout_s`.
+            ProcessDiedError: the process is gone; the message names it and the cause.
+        """
+        remote = self._actor.pid if method == "pid" else self._actor.call
+        arguments = args if method == "pid" else (method, *args)
+        try:
+            return await asyncio.wait_for(remote.remote(*arguments, **kwargs), timeout_s)
+        except TimeoutError as error:
+            if isinstance(error, DeadlineExceededError):
+                raise
+            raise DeadlineExceededError(
+                f"{self.name} did not answer {method}() within {timeout_s:.0f} s; its log is {self.log_path}"
+            ) from None
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(getattr(error, "cause", None), Exception) else error
+            if isinstance(cause, StreamrlError):
+                raise cause from None
+            raise ProcessDiedError(f"{self.name} failed in {method}(): {type(cause).__name__}: {cause}") from None
+        except ray.exceptions.RayActorError:
+            raise ProcessDiedError(f"{self.name} (pid {self.pid}) died; its log is {self.log_path}") from None
+
+    def kill(self) -> None:
+        with contextlib.suppress(Exception):  # already gone: that is the aim
+            ray.kill(self._actor, no_restart=True)
+
+
+def make_buffer_server(config: Config, model_path: str) -> Any:
+    """Build the buffer process's class inside that process."""
+    from transformers import AutoTokenizer
+
+    from actors.prompts import make_prompt_source
+    from buffers.server import BufferServer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    return BufferServer(config, make_prompt_source(config, tokenizer))
+
+
+class Processes:
+    """All processes of one run. Spawning returns at once; `Controller` waits for their handshakes."""
+
+    def __init__(self, config: Config, run_dir: pathlib.Path, model_path: str) -> None:
+        self._config = config
+        self._logs = run_dir / "logs"
+        self._logs.mkdir(exist_ok=True)
+        master = f"127.0.0.1:{_free_port()}"
+        ranks = config.learner.ranks
+        self.buffer = self._spawn(
+            "buffer", "actors.launch:make_buffer_server", {"config": config, "model_path": model_path}, threads=1
+        )
+        self.learners = [
+            self._spawn(
+                f"learner-{rank}",
+                "actors.learner:Learner",
+                {
+                    "config": config,
+                    "rank": rank,
+                    "world_size": ranks,
+                    "incarnation": 0,
+                    "model_path": model_path,
+                    "master": master,
+                    "run_name": segment_name(run_dir),
+                },
+                threads=config.learner.threads,
+                gpus=config.learner.gpus,
+            )
+            for rank in range(ranks)
+        ]
+        self.generators = [
+            self._spawn(
+                f"generator-{index}",
+                "actors.generator:Generator",
+                {"config": config, "index": index, "model_path": model_path},
+                threads=config.generator.threads,
+                gpus=config.generator.gpus,
+            )
+            for index in range(config.generator.count)
+        ]
+
+    @property
+    def all(self) -> list[RayProcess]:
+        return [self.buffer, *self.learners, *self.generators]
+
+    def _spawn(self, name: str, target: str, arguments: dict[str, Any], *, threads: int, gpus: float = 0) -> RayProcess:
+        log_path = self._logs / f"{name}.log"
+        # shm weights and loopback sockets need one host: the driver's.
+        strategy = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
+        actor = (
+            ray.remote(Host)
+            .options(num_cpus=threads, num_gpus=gpus, max_restarts=0, scheduling_strategy=strategy)
+            .remote(target, arguments, log_path=str(log_path), environment={"OMP_NUM_THREADS": str(threads)})
+        )
+        return RayProcess(name, actor, log_path=log_path)
+
+
+def launch(config: Config, run_dir: pathlib.Path) -> int:
+    """Run to the end and return the exit code: 0 done, 1 failed, 2 refused, 130 interrupted.
+
+    `run_dir` must not hold another run. Everything the run started is gone when this returns.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
+    started = time.time()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    tracker = Tracker(config, run_dir)
+    view = LiveView(config, run_dir, tracker)
+    outcome = Outcome(exit_code=1, reason="the run did not start")
+    try:
+        tracker.log_event("launch", pid=os.getpid(), argv=sys.argv)
+        outcome = _run(config, run_dir, tracker, view, started)
+    except ConfigError as error:
+        outcome = Outcome(exit_code=2, reason=str(error))
+    except StreamrlError as error:
+        outcome = Outcome(exit_code=1, reason=str(error))
+    except KeyboardInterrupt as error:
+        outcome = Outcome(exit_code=0 if isinstance(error, _Terminated) else 130, reason="interrupted during start-up")
+    finally:
+        tracker.log_event("end", exit_code=outcome.exit_code, reason=outcome.reason)
+        view.close(outcome)
+        tracker.close(timeout_s=10.0)
+    if outcome.exit_code in (1, 2):
+        print(f"streamrl: {outcome.reason}", file=sys.stderr, flush=True)
+    return outcome.exit_code
+
+
+def _run(config: Config, run_dir: pathlib.Path, tracker: Tracker, view: LiveView, started: float) -> Outcome:
+    from transformers import AutoTokenizer
+
+    from actors.prompts import load_eval_prompts
+    from streamrl.base_model import prepare_model
+
+    with show_progress() as progress:
+        model_path = prepare_model(config, progress=progress)
+    eval_prompts = load_eval_prompts(config, AutoTokenizer.from_pretrained(model_path))
+    with _ray_session(config), view:
+        processes = Processes(config, run_dir, model_path)
+        controller = Controller(
+            config,
+            run_dir=run_dir,
+            buffer=processes.buffer,
+            learners=processes.learners,
+            generators=processes.generators,
+            eval_prompts=eval_prompts,
+            tracker=tracker,
+            view=view,
+            started=started,
+        )
+        try:
+            return asyncio.run(controller.run())
+        finally:
+            _end(processes, run_dir, tracker)
+
+
+@contextlib.contextmanager
+def _ray_session(config: Config) -> Iterator[None]:
+    """A Ray cluster for this run, or a connection to the user's."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
+    if config.ray.address:
+        options |= {"address": config.ray.address}
+        del options["include_dashboard"]
+    else:
+        cpus = 1 + config.learner.ranks * config.learner.threads + config.generator.count * config.generator.threads
+        options |= {"num_cpus": max(cpus, os.cpu_count() or 1), "object_store_memory": OBJECT_STORE_BYTES}
+    try:
+        ray.init(**options)
+    except ConnectionError as error:
+        raise ConfigError(
+            f"ray.address ({config.ray.address}): no Ray cluster answers there ({error}). Start one with "
+            "`ray start --head`, or leave ray.address empty to start one for this run."
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _end(processes: Processes, run_dir: pathlib.Path, tracker: Tracker) -> None:
+    """Whatever the controller could not end in good order ends here, by force."""
+    from streamrl.weight_sync.shm import unlink_segment
+
+    family = []
+    for process in processes.all:
+        if process.pid and psutil.pid_exists(process.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family += [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for process in processes.all:
+        process.kill()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    for survivor in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            tracker.log_event("killed", pid=survivor.pid, command=" ".join(survivor.cmdline())[:200])
+            survivor.kill()
+    psutil.wait_procs(alive, timeout=5)
+    unlink_segment(segment_name(run_dir))
+
+
+def segment_name(run_dir: pathlib.Path) -> str:
+    """Name of the run's shared segment: unique per run directory and driver."""
+    return f"{run_dir.name}-{os.getpid()}"
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, handled like Ctrl-C but with exit code 0."""
+
+
+def _interrupt(signum: int, frame: Any) -> None:
+    raise _Terminated
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
