@@ -186,7 +186,14 @@ def launch(config: Config, run_dir: pathlib.Path) -> int:
     except KeyboardInterrupt as error:
         outcome = Outcome(exit_code=0 if isinstance(error, _Terminated) else 130, reason="interrupted during start-up")
     finally:
-        tracker.log_event("end", exit_code=outcome.exit_code, reason=outcome.reason)
+        tracker.log_event(
+            "end",
+            exit_code=outcome.exit_code,
+            reason=outcome.reason,
+            policy_version=outcome.policy_version,
+            learner_busy=round(outcome.learner_busy, 4),
+            generator_busy=round(outcome.generator_busy, 4),
+        )
         view.close(outcome)
         tracker.close(timeout_s=10.0)
     if outcome.exit_code in (1, 2):
@@ -200,8 +207,10 @@ def _run(config: Config, run_dir: pathlib.Path, tracker: Tracker, view: LiveView
     from actors.prompts import load_eval_prompts
     from streamrl.base_model import prepare_model
 
+    begun = time.time()
     with show_progress() as progress:
         model_path = prepare_model(config, progress=progress)
+    tracker.log_event("base_model", path=model_path, seconds=round(time.time() - begun, 2))
     eval_prompts = load_eval_prompts(config, AutoTokenizer.from_pretrained(model_path))
     with _ray_session(config), view:
         processes = Processes(config, run_dir, model_path)
