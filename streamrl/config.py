@@ -90,9 +90,12 @@ class DataConfig(_Section):
     prompt_column: str = "prompt"
     """Column of the prompt text."""
     answer_column: str = "answer"
-    """Column of the reference answer."""
+    """Column of the reference answer; empty for none (reward.kind=python)."""
     template: str = "{prompt}"
-    """Prompt text with {prompt} replaced. Braces are doubled to stand for themselves."""
+    """Prompt text: {prompt} and other columns of the row (for a reasoning-gym task, fields of its metadata) are filled in.
+    Braces are doubled to stand for themselves."""
+    chat: bool = False
+    """Put the prompt into the model's chat template, as one message of the user's."""
     max_prompt_tokens: Count = 48
     """Longest prompt in tokens."""
     long_prompts: Literal["skip", "refuse"] = "skip"
@@ -396,6 +399,11 @@ def _rules(c: Config) -> Iterable[tuple[bool, str]]:
         d.source != "reasoning_gym" and c.reward.kind == "task",
         f"reward.kind (task): data.source={d.source} has no verifier of its own. Set reward.kind=exact_match, or "
         "reward.kind=python with reward.function=module:function.",
+    )
+    yield (
+        d.source != "reasoning_gym" and not d.answer_column and (c.reward.kind == "exact_match" or m.path == "base"),
+        "data.answer_column (empty): reward.kind=exact_match and the warm-up of model.path=base need answers. Set "
+        "data.answer_column, or reward.kind=python with a model.path of your own.",
     )
     yield (
         c.reward.kind == "python" and ":" not in c.reward.function,

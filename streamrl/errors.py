@@ -43,4 +43,8 @@ class ProcessDiedError(StreamrlError, RuntimeError):
 
 
 class RewardError(StreamrlError):
-    """A reward raised, timed out or returned something that is not a finite number."""
+    """A reward raised, timed out or returned something that is not a finite number; the member fails with `reason`."""
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason  # "reward_timeout" | "reward_error" | "reward_not_finite"

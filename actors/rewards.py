@@ -1,0 +1,177 @@
+"""Rewards off the event loop: a pool of processes, each computing one reward at a time under a time limit.
+
+Consumes (task, response text); produces (reward, named parts), or a `RewardError` whose reason says what went wrong:
+`reward_timeout`, `reward_error` or `reward_not_finite`. Invariant: an answer always belongs to its request, because a process
+whose request timed out or was cancelled is killed and replaced, never asked again.
+
+Waits: `score` for a free process (ended by the scores before it, each within reward.timeout_s), for a replacement to start
+(_START_TIMEOUT_S), and for its answer (reward.timeout_s). `start` for every process (_START_TIMEOUT_S). `close` for killed
+processes (ended by the kernel).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import struct
+import sys
+from typing import Any
+
+import msgspec
+
+from actors.reward_process import RewardAnswer, RewardRequest, RewardSetup
+from streamrl.config import Config
+from streamrl.errors import ClosedError, ConfigError, RewardError
+
+# Importing reasoning-gym takes a second alone, and many on a machine whose cores are taken.
+_START_TIMEOUT_S = 60.0
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(RewardAnswer)
+
+
+class _Process:
+    """One reward process, started; asked from one task at a time."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._killed = False
+
+    @classmethod
+    async def start(cls, setup: RewardSetup) -> _Process:
+        """Start one and wait until it can score.
+
+        Raises:
+            ConfigError: what `setup` names cannot be had.
+            RewardError: it did not start.
+        """
+        process = cls(
+            await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "actors.reward_process",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,  # so that a kill reaches what a reward itself started, and Ctrl-C does not
+                # What can be imported here can be imported there, the user's reward function too.
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            )
+        )
+        answer = await process.ask(_encode(setup), timeout_s=_START_TIMEOUT_S)
+        if answer.reason:
+            process.kill()
+            raise ConfigError(answer.detail)
+        return process
+
+    async def ask(self, request: bytes, *, timeout_s: float) -> RewardAnswer:
+        """Send a request, wait for its answer. A process that did not answer is killed, whatever the cause."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        answered = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                stdin.write(struct.pack("<I", len(request)) + request)
+                await stdin.drain()
+                (length,) = struct.unpack("<I", await stdout.readexactly(4))
+                answer = _decoder.decode(await stdout.readexactly(length))
+            answered = True
+            return answer
+        except TimeoutError:
+            raise RewardError(
+                f"no answer within {timeout_s:g} s; the process was killed", reason="reward_timeout"
+            ) from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            code = await self._process.wait()
+            raise RewardError(f"the reward process died with exit code {code}", reason="reward_error") from None
+        finally:
+            if not answered:
+                self.kill()
+
+    def kill(self) -> None:
+        """Kill it and its descendants."""
+        self._killed = True
+        if self._process.returncode is None:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it ended just now
+
+    async def close(self) -> None:
+        """Kill it and wait until the kernel has removed it."""
+        self.kill()
+        await self._process.wait()
+
+    @property
+    def alive(self) -> bool:
+        return not self._killed and self._process.returncode is None
+
+
+class RewardWorker:
+    """Scores responses for one generator.
+
+    Example: `await worker.score(lease.task, "nus")` gives (1.0, {}).
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._timeout_s = config.reward.timeout_s
+        self._setup = RewardSetup(
+            kind=config.reward.kind,
+            function=config.reward.function,
+            task=config.data.task,
+            task_args=config.data.task_args,
+            parent=os.getpid(),
+        )
+        self._num_workers = config.reward.workers
+        # A slot is a process, or None where one has yet to be started again.
+        self._slots: asyncio.LifoQueue[_Process | None] = asyncio.LifoQueue()
+        self._processes: set[_Process] = set()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start every process.
+
+        Raises:
+            ConfigError: reward.function or data.task cannot be had.
+            RewardError: a process did not start in time.
+        """
+        for process in await asyncio.gather(*(self._start_process() for _ in range(self._num_workers))):
+            self._slots.put_nowait(process)
+
+    async def score(self, prompt_task: dict[str, Any], response_text: str) -> tuple[float, dict[str, float]]:
+        """The reward of one response and its named parts.
+
+        Raises:
+            RewardError: with a reason: `reward_timeout`, `reward_error` or `reward_not_finite`.
+            ClosedError: after `close`.
+        """
+        request = _encode(RewardRequest(prompt_task, response_text))
+        if self._closed:
+            raise ClosedError("the reward worker is closed")
+        process = await self._slots.get()
+        try:
+            if process is None or not process.alive:
+                process = await self._start_process()
+            answer = await process.ask(request, timeout_s=self._timeout_s)
+        except ConfigError as error:
+            raise RewardError(f"the reward process did not start again: {error}", reason="reward_error") from None
+        finally:
+            if process is not None and not process.alive:
+                self._processes.discard(process)
+            self._slots.put_nowait(process)
+        if answer.reason:
+            raise RewardError(answer.detail, reason=answer.reason)
+        return answer.reward, answer.parts
+
+    async def close(self) -> None:
+        """Kill every process; a score in progress fails with `reward_error`, later ones with ClosedError."""
+        self._closed = True
+        await asyncio.gather(*(process.close() for process in self._processes))
+        self._processes.clear()
+
+    async def _start_process(self) -> _Process:
+        if self._closed:
+            raise ClosedError("the reward worker is closed")
+        process = await _Process.start(self._setup)
+        self._processes.add(process)
+        return process
