@@ -1,0 +1,60 @@
+"""A bounded asyncio queue that can be closed (Python 3.13's `Queue.shutdown`, for 3.11).
+
+`get` waits for an item, `put` for room; whoever fills or drains the other end ends the wait, or `close`, after
+which what is still queued can be got and then every caller has ClosedError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Generic, TypeVar
+
+from streamrl.errors import ClosedError
+
+Item = TypeVar("Item")
+
+
+class Mailbox(Generic[Item]):
+    """Items in order, from one event loop. `capacity` items at most; 0 for no bound (the senders have credit)."""
+
+    def __init__(self, *, capacity: int = 0) -> None:
+        self._capacity = capacity
+        self._queue: asyncio.Queue[Item | None] = asyncio.Queue()
+        self._room = asyncio.Event()
+        self._closed: str | None = None
+
+    def __len__(self) -> int:
+        return self._queue.qsize()
+
+    @property
+    def full(self) -> bool:
+        return 0 < self._capacity <= self._queue.qsize()
+
+    async def put(self, item: Item) -> None:
+        """Waits for room."""
+        while self.full and self._closed is None:
+            self._room.clear()
+            await self._room.wait()
+        self.put_nowait(item)
+
+    def put_nowait(self, item: Item) -> None:
+        """Ignores the capacity."""
+        if self._closed is not None:
+            raise ClosedError(self._closed)
+        self._queue.put_nowait(item)
+
+    async def get(self) -> Item:
+        """Waits for an item."""
+        item = await self._queue.get()
+        if item is None:  # the mark of `close`: leave it for the next caller
+            self._queue.put_nowait(None)
+            raise ClosedError(self._closed or "closed")
+        self._room.set()
+        return item
+
+    def close(self, reason: str) -> None:
+        """Only the first reason counts."""
+        if self._closed is None:
+            self._closed = reason
+            self._queue.put_nowait(None)
+            self._room.set()
