@@ -1,0 +1,75 @@
+"""Advantage estimators over the rewards of a group: one number per rollout, no gradient.
+
+Everything is computed in float64, because a group of equal rewards must give exactly zero and not rounding noise
+divided by a tiny standard deviation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from streamrl.config import AlgorithmConfig
+
+EPSILON = 1e-6  # added to the denominator of normalised estimators, as verl does
+
+
+def compute_advantages(
+    rewards: Tensor,
+    group_index: Tensor,
+    config: AlgorithmConfig,
+    *,
+    batch_moments: tuple[float, float] | None = None,
+) -> Tensor:
+    """The advantage of every rollout.
+
+    - `grpo`: (r - mean) / (std + 1e-6) over the group, sample std (Shao et al. 2024, arXiv 2402.03300, section
+      4.1.2).
+    - `dr_grpo`: r - mean, so that easy and hard prompts weigh the same (Liu et al. 2025, arXiv 2503.20783).
+    - `rloo`: r minus the mean of the other members (Ahmadian et al. 2024, arXiv 2402.14740).
+    - `reinforce_pp`: (r - mean) / (std + 1e-6) over the global batch (Hu et al. 2025, arXiv 2501.03262).
+    - `maxrl`: (r - mean) / mean over the group, 0 where the mean is 0 (Tajwar et al. 2026, maximum likelihood RL). It
+      is meant for rewards in [0, 1].
+
+    A group of one member has no baseline of its own: its advantage is 0 for the group estimators.
+
+    Args:
+        rewards: [R] float.
+        group_index: [R] int64; equal numbers are one group. The numbers need not be dense or sorted.
+        config: names the estimator.
+        batch_moments: mean and sample standard deviation of the rewards of the global batch, for `reinforce_pp` when
+            `rewards` is one rank's part of it; by default those of `rewards`.
+
+    Returns:
+        [R], the dtype of `rewards`.
+    """
+    assert rewards.ndim == 1 and rewards.shape == group_index.shape
+    exact = rewards.double()
+    if config.advantage == "reinforce_pp":
+        mean, std = batch_moments if batch_moments is not None else sample_moments(exact)
+        return ((exact - mean) / (std + EPSILON)).to(rewards.dtype)
+    _, group = torch.unique(group_index, return_inverse=True)
+    count = torch.bincount(group).double()
+    group_mean = torch.zeros_like(count).index_add_(0, group, exact) / count
+    centred = exact - group_mean[group]
+    if config.advantage == "dr_grpo":
+        advantages = centred
+    elif config.advantage == "rloo":
+        # r - (sum - r) / (n - 1) == (r - mean) * n / (n - 1)
+        advantages = centred * (count / (count - 1).clamp(min=1))[group]
+    elif config.advantage == "maxrl":
+        positive = group_mean[group] > EPSILON
+        advantages = torch.where(positive, centred / group_mean[group].clamp(min=EPSILON), torch.zeros_like(centred))
+    else:
+        squares = torch.zeros_like(count).index_add_(0, group, centred**2)
+        std_per_group = (squares / (count - 1).clamp(min=1)).sqrt()
+        advantages = centred / (std_per_group[group] + EPSILON)
+    return advantages.to(rewards.dtype)
+
+
+def sample_moments(rewards: Tensor) -> tuple[float, float]:
+    """Mean and sample standard deviation (0 for fewer than two numbers) of [R] rewards."""
+    exact = rewards.double()
+    if len(exact) < 2:
+        return float(exact.sum()), 0.0
+    return float(exact.mean()), float(exact.std())
