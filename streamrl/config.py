@@ -8,6 +8,7 @@ a `ConfigError` that names the path, the value, the rule and the remedy.
 from __future__ import annotations
 
 import difflib
+import math
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
@@ -28,7 +29,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A section of the config: immutable, keyword-only, no unknown keys."""
 
 
-class RunConfig(_Section):
+class RunConfig(_Section, frozen=True):
     name: str = "run"
     """Name of the run; also the MLflow run name."""
     dir: str = ""
@@ -45,7 +46,7 @@ class RunConfig(_Section):
     """Without an optimizer step for this long the run ends non-zero and prints who waited for whom."""
 
 
-class WarmUpConfig(_Section):
+class WarmUpConfig(_Section, frozen=True):
     """The base model that is made offline when `model.path` is `base`."""
 
     hidden_size: Count = 128
@@ -62,7 +63,7 @@ class WarmUpConfig(_Section):
     """Peak learning rate of the warm-up."""
 
 
-class ModelConfig(_Section):
+class ModelConfig(_Section, frozen=True):
     path: str = "base"
     """`base` (made here, offline), a folder, a hub name, or a GGUF file."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -74,7 +75,7 @@ class ModelConfig(_Section):
     warm_up: WarmUpConfig = WarmUpConfig()
 
 
-class DataConfig(_Section):
+class DataConfig(_Section, frozen=True):
     source: Literal["reasoning_gym", "jsonl", "parquet"] = "reasoning_gym"
     """Where prompts come from."""
     task: str = "chain_sum"
@@ -106,7 +107,7 @@ class DataConfig(_Section):
     """Shuffle the prompts anew every epoch, by seed."""
 
 
-class RewardConfig(_Section):
+class RewardConfig(_Section, frozen=True):
     kind: Literal["task", "exact_match", "python"] = "task"
     """`task`: the reasoning-gym verifier; `exact_match`; `python`: a function of yours."""
     function: str = ""
@@ -117,7 +118,7 @@ class RewardConfig(_Section):
     """Reward processes per generator."""
 
 
-class GeneratorConfig(_Section):
+class GeneratorConfig(_Section, frozen=True):
     count: Count = 3
     """Number of generators, each with one vLLM engine."""
     concurrency: Count = 64
@@ -142,22 +143,46 @@ class GeneratorConfig(_Section):
     """Do not capture CUDA graphs or compile the model."""
 
 
-class BufferConfig(_Section):
+class BufferConfig(_Section, frozen=True):
     max_staleness: Whole = 4
     """S: no group with staleness above S is ever trained on. 0 is the synchronous loop."""
     max_bytes: Count = 1 << 30
-    """Most bytes of rollouts held; when it is reached generators are paced, nothing is dropped."""
-    incomplete_groups: Literal["refill"] = "refill"
-    """`refill`: a failed member is generated again by itself."""
+    """Most bytes of waiting rollouts; when it is reached generators are paced, nothing is dropped."""
+    max_groups: Count = 100_000
+    """Most groups in flight or waiting to be sampled; when it is reached generators are paced, nothing is dropped."""
+    incomplete_groups: Literal["refill", "wait", "min_members"] = "refill"
+    """A member failed. `refill`: it is generated again by itself; `wait`: the group waits for it until
+    group_deadline_s; `min_members`: the group is used without it, if at least min_members are there."""
+    min_members: Count = 2
+    """Fewest members of a group with incomplete_groups=min_members."""
     max_attempts: Count = 3
     """Attempts per member; then its group is discarded with reason `failed`."""
     group_deadline_s: Seconds = 120.0
     """A group not complete this long after it was issued is discarded with reason `straggler`."""
     drop_zero_variance: bool = False
     """Discard groups whose rewards are all equal; they carry no GRPO gradient. Counted and replaced."""
+    max_times_sampled: Count = 1
+    """Optimizer steps that may use one group (epochs); each use is under the staleness bound."""
+    selector: Literal["fifo", "freshest", "uniform", "prioritized"] = "fifo"
+    """Which group is sampled next. `prioritized` draws by the standard deviation of the group's rewards."""
+    priority_exponent: Annotated[float, Meta(ge=0)] = 1.0
+    """Exponent of the priorities; 0 makes every priority above 0 equally likely."""
+    limiter: Literal["min_size", "ratio", "queue"] = "min_size"
+    """What keeps sampling and inserting together. `min_size`: sample once min_size groups wait; `ratio`: also keep
+    samples near samples_per_insert; `queue`: at most queue_size groups that were never sampled."""
+    min_size: Count = 1
+    """Groups that must wait in the buffer before any is sampled."""
+    samples_per_insert: Annotated[float, Meta(gt=0)] = 1.0
+    """Samples per inserted group with limiter=ratio. Below max_times_sampled the learner leaves groups unused."""
+    error_buffer: Annotated[float, Meta(gt=0)] = 64.0
+    """Groups by which samples may run ahead of or behind the ratio."""
+    queue_size: Count = 64
+    """Size of the queue with limiter=queue."""
+    journal: Literal["off", "async", "sync"] = "off"
+    """`async`: every acknowledged rollout survives the death of the buffer process; `sync`: a power cut too."""
 
 
-class AlgorithmConfig(_Section):
+class AlgorithmConfig(_Section, frozen=True):
     group_size: Count = 8
     """n: responses per prompt instance."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "maxrl"] = "grpo"
@@ -190,7 +215,7 @@ class AlgorithmConfig(_Section):
     """Weight of the entropy bonus."""
 
 
-class LearnerConfig(_Section):
+class LearnerConfig(_Section, frozen=True):
     ranks: Count = 1
     """FSDP2 ranks."""
     gpus: Annotated[float, Meta(ge=0)] = 0.0
@@ -215,7 +240,7 @@ class LearnerConfig(_Section):
     """CPU threads of one rank."""
 
 
-class WeightSyncConfig(_Section):
+class WeightSyncConfig(_Section, frozen=True):
     backend: Literal["shm"] = "shm"
     """How weights travel: `shm`, a double-buffered shared segment on one host."""
     probe_prompts: Count = 4
@@ -226,7 +251,7 @@ class WeightSyncConfig(_Section):
     """Longest time for one generator to load and prove one version."""
 
 
-class EvalConfig(_Section):
+class EvalConfig(_Section, frozen=True):
     interval_steps: Whole = 25
     """Optimizer steps between evaluations on held-out prompts; 0 evaluates only at the start and the end."""
     num_prompts: Whole = 128
@@ -235,7 +260,7 @@ class EvalConfig(_Section):
     """0 decodes greedily."""
 
 
-class TrackingConfig(_Section):
+class TrackingConfig(_Section, frozen=True):
     mlflow_uri: str = ""
     """MLflow tracking URI; empty for a SQLite store in the run directory's parent."""
     experiment: str = "streamrl"
@@ -248,12 +273,12 @@ class TrackingConfig(_Section):
     """Live terminal view when the output is a terminal, else one line a step."""
 
 
-class RayConfig(_Section):
+class RayConfig(_Section, frozen=True):
     address: str = ""
     """Address of a running Ray cluster; empty starts one on this machine for this run."""
 
 
-class Config(_Section):
+class Config(_Section, frozen=True):
     """A whole run."""
 
     run: RunConfig = RunConfig()
@@ -343,6 +368,56 @@ def _rules(c: Config) -> Iterable[tuple[bool, str]]:
         f"buffer.max_staleness ({b.max_staleness}): weights published every {c.learner.publish_interval} steps are "
         f"already {c.learner.publish_interval - 1} steps old before the next ones, so the bound can never be met. Set "
         f"buffer.max_staleness>={c.learner.publish_interval - 1}, or learner.publish_interval={b.max_staleness + 1}.",
+    )
+    yield (
+        b.max_times_sampled > b.max_staleness + 1,
+        f"buffer.max_times_sampled ({b.max_times_sampled}): a group is within max_staleness={b.max_staleness} for "
+        f"{b.max_staleness + 1} steps only. Set buffer.max_times_sampled<={b.max_staleness + 1}, or "
+        f"buffer.max_staleness>={b.max_times_sampled - 1}.",
+    )
+    fewest = 1 if a.advantage == "reinforce_pp" else 2
+    yield (
+        b.incomplete_groups == "min_members" and not fewest <= b.min_members <= a.group_size,
+        f"buffer.min_members ({b.min_members}): must be from {fewest} to algorithm.group_size ({a.group_size}) for "
+        f"algorithm.advantage={a.advantage}. Set buffer.min_members={max(fewest, a.group_size // 2)}.",
+    )
+    yield (
+        b.limiter == "ratio" and b.samples_per_insert > b.max_times_sampled,
+        f"buffer.samples_per_insert ({b.samples_per_insert}): a group can be sampled max_times_sampled="
+        f"{b.max_times_sampled} times at most, so the ratio can never be reached and generators would wait for ever. "
+        f"Set buffer.samples_per_insert<={b.max_times_sampled}.",
+    )
+    yield (
+        b.limiter == "ratio" and 2 * b.error_buffer < c.learner.groups_per_step + b.samples_per_insert,
+        f"buffer.error_buffer ({b.error_buffer}): one step samples learner.groups_per_step "
+        f"({c.learner.groups_per_step}) groups at once; with less room samples and inserts could block each other. Set "
+        "buffer.error_buffer>="
+        f"{(c.learner.groups_per_step + b.samples_per_insert) / 2}.",
+    )
+    yield (
+        b.limiter == "queue" and b.queue_size < c.learner.groups_per_step,
+        f"buffer.queue_size ({b.queue_size}): one step samples learner.groups_per_step ({c.learner.groups_per_step}) "
+        f"groups at once. Set buffer.queue_size>={c.learner.groups_per_step}.",
+    )
+    yield (
+        b.limiter == "queue" and b.max_times_sampled > 1,
+        f"buffer.max_times_sampled ({b.max_times_sampled}): a queue hands out each group once. Set "
+        "buffer.max_times_sampled=1, or buffer.limiter=min_size.",
+    )
+    held = max(b.min_size, c.learner.groups_per_step)
+    if b.limiter == "ratio":  # unused groups stay until they are stale
+        held += math.ceil((b.max_staleness + 2) * c.learner.groups_per_step / b.samples_per_insert)
+    yield (
+        b.max_groups < held,
+        f"buffer.max_groups ({b.max_groups}): the learner needs up to {held} groups to be held before it can sample. "
+        f"Set buffer.max_groups>={held}.",
+    )
+    group_bytes = a.group_size * m.max_length * 12  # ids, log-probs and versions, 4 bytes each
+    yield (
+        b.max_bytes < held * group_bytes,
+        f"buffer.max_bytes ({b.max_bytes}): {held} groups of algorithm.group_size={a.group_size} responses of up to "
+        f"model.max_length={m.max_length} tokens can take {held * group_bytes} bytes, and the learner may need them all. "
+        f"Set buffer.max_bytes>={held * group_bytes}.",
     )
     yield (
         g.top_p != 1.0,
