@@ -1,0 +1,557 @@
+"""Sockets: one `Listener` per serving process, one `Connection` per peer of it. The only file that imports zmq.
+
+A link moves lists of frames (made by `wire.py`) in order. One life of a link is a session: a fresh DEALER socket that
+starts with a handshake. When the TCP connection breaks, or the other side is silent for `peer_timeout_s`, the
+`Connection` drops the socket with whatever was queued in it and opens a new session by itself. So within a session
+nothing is lost or reordered, and across sessions nothing is kept: what must survive is sent again by its owner when
+`receive` reports "joined" (see `buffers/client.py`). Credit and acknowledgement are the business of the two ends.
+
+    Connection                                   Listener
+      HELLO(name, life, payload)  ------------->   welcome(name, payload), then Message "joined"
+      <-------------  WELCOME(payload) | REFUSED(sentence)
+      DATA, BEAT  <-------------------------->     DATA, BEAT
+      GOODBYE(reason)  <--------------------->     GOODBYE(reason)
+      <-------------  RESET (the session is unknown: start another)
+
+Waits. `Connection.connect` waits for WELCOME; the listener ends it, or its deadline. `receive` waits for the next
+message; the other side ends it, or `close` (ClosedError). `send` never waits: the pipe holds `PIPE_MESSAGES`, far
+above any credit, and a peer that lets it fill is dropped. `close` is bounded by `FLUSH_MS`. Silence is counted in
+heartbeat ticks of our own, so that a stall of this process is not taken for the silence of its peers.
+
+Security. Loopback unless told otherwise; another address needs `CurveKeys`. With them every peer proves that it
+holds the run's client key before a frame of it is read; the others are refused and counted in `ListenerStats`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import re
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils.monitor import recv_monitor_message
+
+from streamrl.errors import ClosedError, ConfigError, DeadlineExceededError, StreamrlError
+from streamrl.mailbox import Mailbox
+from streamrl.wire import MAX_FRAME_BYTES, MAX_FRAMES, Codec, Frame, FrameError, Name, pack
+
+HEARTBEAT_S = 2.0
+PEER_TIMEOUT_S = 15.0
+PIPE_MESSAGES = 1 << 16  # of one socket and direction; the bound in practice is the credit of the two ends
+INBOX_MESSAGES = 1024  # received and not yet taken by `receive`; beyond it TCP holds the peers back
+FLUSH_MS = 500  # how long `close` waits for the last frames to leave
+_RETRY_S = (0.05, 1.0)  # first and longest pause between two sessions
+_GRACE_TICKS = 2  # a peer whose link broke has this many heartbeats to come back
+
+_HELLO, _WELCOME, _REFUSED, _RESET, _BEAT, _DATA, _GOODBYE = (bytes([c]) for c in b"HWRXBDG")
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+logger = logging.getLogger(__name__)
+
+
+class CurveKeys(msgspec.Struct, frozen=True):
+    """The CURVE keys of one run: one pair for its listeners, one for its connections. Made by the controller and handed
+    out through the control plane, never written to disk."""
+
+    server_public: str
+    server_secret: str
+    client_public: str
+    client_secret: str
+
+    @classmethod
+    def make(cls) -> CurveKeys:
+        (server_public, server_secret), (client_public, client_secret) = zmq.curve_keypair(), zmq.curve_keypair()
+        return cls(server_public.decode(), server_secret.decode(), client_public.decode(), client_secret.decode())
+
+    def __repr__(self) -> str:  # keys must not reach a log
+        return "CurveKeys(...)"
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """pyzmq's CredentialsProvider: only the run's own client key is let in."""
+        return key.decode() == self.client_public
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """First message of a session. `life` is random per Connection: it tells a reconnect from a new process."""
+
+    name: Name
+    life: str
+    payload: bytes
+
+
+_hello_codec = Codec(Hello)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What `receive` returns.
+
+    "data": the frames as they were sent. "joined": the peer's session began; the one frame is the hello payload (at a
+    Listener) or the welcome payload (at a Connection, only for sessions after the first). "left": the peer is gone,
+    or the Connection's link is down and being renewed; the one frame is the reason.
+    """
+
+    peer: str  # name of the peer; for a Connection the address
+    kind: Literal["data", "joined", "left"]
+    frames: list[bytes]
+
+    @property
+    def reason(self) -> str:
+        """Of a "left"."""
+        return self.frames[0].decode()
+
+
+@dataclass(slots=True)
+class ListenerStats:
+    """What a listener kept out, since it started."""
+
+    refused: int = 0  # handshakes refused: wrong keys, wrong schema, or by `welcome`
+    malformed: int = 0  # messages dropped
+    resets: int = 0  # sessions that had to be started again
+
+
+@dataclass(slots=True)
+class _Peer:
+    name: str
+    life: str
+    routing_id: bytes | None  # None while its link is down
+    silent_ticks: int = 0
+
+
+Welcome = Callable[[str, bytes], bytes]
+
+
+class Listener:
+    """The serving end (ROUTER).
+
+    `welcome(name, payload) -> bytes` answers a hello; it refuses the peer by raising a StreamrlError, whose sentence
+    the peer gets. A peer that joins under the name of another live one replaces it.
+    """
+
+    def __init__(
+        self,
+        *,
+        bind: str = "tcp://127.0.0.1:0",
+        curve: CurveKeys | None = None,
+        welcome: Welcome = lambda name, payload: b"",
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        heartbeat_s: float = HEARTBEAT_S,
+        peer_timeout_s: float = PEER_TIMEOUT_S,
+    ) -> None:
+        if curve is None and not re.match(r"(ipc://|tcp://(127\.[\d.]+|localhost|\[::1\]):)", bind):
+            raise ConfigError(f"bind ({bind}): reachable from other hosts, which needs CURVE keys. Pass curve=.")
+        self._bind = bind
+        self._curve = curve
+        self._welcome = welcome
+        self._max_frame_bytes = max_frame_bytes
+        self._heartbeat_s = heartbeat_s
+        self._max_silent_ticks = max(_GRACE_TICKS, round(peer_timeout_s / heartbeat_s))
+        self._inbox: Mailbox[Message] = Mailbox(capacity=INBOX_MESSAGES)
+        self._peers: dict[str, _Peer] = {}
+        self._by_id: dict[bytes, _Peer] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._complained: set[str] = set()
+        self.stats = ListenerStats()
+
+    async def start(self) -> str:
+        """Bind; returns the address that peers connect to.
+
+        Raises:
+            ConfigError: the address is in use, or is not one of this host's.
+        """
+        self._context = zmq.asyncio.Context()
+        self._socket = _socket(self._context, zmq.ROUTER, self._max_frame_bytes)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.BACKLOG, 1024)
+        self._authenticator: AsyncioAuthenticator | None = None
+        if self._curve is not None:
+            self._authenticator = AsyncioAuthenticator(self._context)
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback(credentials_provider=self._curve)
+            self._socket.curve_server = True
+            self._socket.curve_publickey = self._curve.server_public.encode()
+            self._socket.curve_secretkey = self._curve.server_secret.encode()
+        self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
+        try:
+            self._socket.bind(self._bind)
+        except zmq.ZMQError as error:
+            await self._teardown()
+            raise ConfigError(f"bind ({self._bind}): {error}. Choose another port, or 0 for any.") from None
+        self._tasks = [self._spawn(self._read()), self._spawn(self._beat()), self._spawn(self._count_refused())]
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    async def receive(self) -> Message:
+        """The next message of any peer, in order per peer. Waits; ClosedError after `close`."""
+        return await self._inbox.get()
+
+    async def send(self, peer: str, frames: Sequence[Frame]) -> bool:
+        """False if the peer is not there (any more); nothing is kept for it then."""
+        known = self._peers.get(peer)
+        if known is None or known.routing_id is None:
+            return False
+        if await self._post(known.routing_id, _DATA, *frames):
+            return True
+        self._void(known)
+        return False
+
+    async def close(self, *, reason: str = "closed") -> None:
+        """Say goodbye to every peer and free the socket. Bounded; may be called twice."""
+        self._inbox.close(reason)
+        for peer in self._peers.values():
+            if peer.routing_id is not None:
+                await self._post(peer.routing_id, _GOODBYE, reason.encode())
+        self._peers.clear()
+        self._by_id.clear()
+        await _cancel(self._tasks)
+        await self._teardown()
+
+    async def _teardown(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+        await _close_socket(self._socket, self._monitor, linger_ms=FLUSH_MS)
+        await asyncio.to_thread(self._context.term)
+
+    async def _read(self) -> None:
+        while True:
+            routing_id, *parts = await self._socket.recv_multipart()
+            for message in await self._handle(routing_id, parts):
+                await self._inbox.put(message)
+
+    async def _handle(self, routing_id: bytes, parts: list[bytes]) -> list[Message]:
+        kind = parts[0] if parts else b""
+        peer = self._by_id.get(routing_id)
+        if len(parts) > MAX_FRAMES + 2:
+            self._complain(peer, f"a message of {len(parts)} frames")
+        elif kind == _HELLO:
+            return await self._greet(routing_id, parts[1:])
+        elif peer is None:
+            if kind in (_DATA, _BEAT):
+                self.stats.resets += 1
+                await self._post(routing_id, _RESET)
+            elif kind != _GOODBYE:
+                self._complain(None, f"a message of unknown kind {kind[:8]!r}")
+        elif kind == _DATA:
+            peer.silent_ticks = 0
+            return [Message(peer.name, "data", parts[1:])]
+        elif kind == _BEAT:
+            peer.silent_ticks = 0
+        elif kind == _GOODBYE:
+            return [self._remove(peer, parts[1] if len(parts) > 1 else b"goodbye")]
+        else:
+            self._complain(peer, f"a message of unknown kind {kind[:8]!r}")
+        return []
+
+    async def _greet(self, routing_id: bytes, frames: list[bytes]) -> list[Message]:
+        try:
+            hello, _ = _hello_codec.unpack(frames)
+            welcome = self._welcome(hello.name, hello.payload)
+        except StreamrlError as error:
+            if isinstance(error, FrameError) and error.reason != "schema":
+                self._complain(None, f"a hello: {error}")
+            self.stats.refused += 1
+            await self._post(routing_id, _REFUSED, str(error).encode())
+            return []
+        messages: list[Message] = []
+        old = self._peers.get(hello.name)
+        if old is not None:
+            if old.life != hello.life:
+                if old.routing_id is not None:
+                    await self._post(old.routing_id, _REFUSED, b"replaced by a newer process of the same name")
+                messages.append(self._remove(old, b"replaced by a newer process of the same name"))
+            elif old.routing_id is not None:
+                self._by_id.pop(old.routing_id)
+        self._peers[hello.name] = self._by_id[routing_id] = _Peer(hello.name, hello.life, routing_id)
+        await self._post(routing_id, _WELCOME, welcome)
+        messages.append(Message(hello.name, "joined", [hello.payload]))
+        return messages
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            for peer in list(self._peers.values()):
+                if peer.routing_id is not None and not await self._post(peer.routing_id, _BEAT):
+                    self._void(peer)
+                if self._inbox.full:
+                    continue  # we are not reading, so their silence means nothing
+                peer.silent_ticks += 1
+                if peer.silent_ticks > self._max_silent_ticks and self._peers.get(peer.name) is peer:
+                    self._inbox.put_nowait(self._remove(peer, b"silent: no heartbeat within the limit"))
+
+    async def _count_refused(self) -> None:
+        while True:
+            await recv_monitor_message(self._monitor)
+            self.stats.refused += 1
+
+    async def _post(self, routing_id: bytes, *parts: Frame) -> bool:
+        try:
+            await self._socket.send_multipart([routing_id, *parts], flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EAGAIN, errno.EHOSTUNREACH):
+                raise
+            return False
+        return True
+
+    def _void(self, peer: _Peer) -> None:
+        """The session is broken, or so slow that its pipe is full: the peer has a moment to start another."""
+        if peer.routing_id is not None:
+            self._by_id.pop(peer.routing_id, None)
+            peer.routing_id = None
+        peer.silent_ticks = max(peer.silent_ticks, self._max_silent_ticks - _GRACE_TICKS)
+
+    def _remove(self, peer: _Peer, reason: bytes) -> Message:
+        self._peers.pop(peer.name, None)
+        if peer.routing_id is not None:
+            self._by_id.pop(peer.routing_id, None)
+        return Message(peer.name, "left", [reason])
+
+    def _complain(self, peer: _Peer | None, what: str) -> None:
+        self.stats.malformed += 1
+        name = "a stranger" if peer is None else peer.name
+        if name not in self._complained:
+            self._complained.add(name)
+            logger.warning("dropped %s from %s; further ones are only counted", what, name)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        task.add_done_callback(lambda t: _close_if_broken(t, self._inbox))
+        return task
+
+
+@dataclass(slots=True)
+class _Session:
+    socket: zmq.asyncio.Socket
+    monitor: zmq.asyncio.Socket
+    lost: asyncio.Future[str]  # why the session ended
+    up: bool = False
+    silent_ticks: int = 0
+
+    def end(self, reason: str) -> None:
+        if not self.lost.done():
+            self.lost.set_result(reason)
+
+
+class Connection:
+    """The connecting end (DEALER). `name` is how the listener calls it, unique among the listener's peers."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        name: str,
+        curve: CurveKeys | None = None,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        heartbeat_s: float = HEARTBEAT_S,
+        peer_timeout_s: float = PEER_TIMEOUT_S,
+    ) -> None:
+        self.address = address
+        self.name = name
+        self._curve = curve
+        self._max_frame_bytes = max_frame_bytes
+        self._heartbeat_s = heartbeat_s
+        self._max_silent_ticks = max(_GRACE_TICKS, round(peer_timeout_s / heartbeat_s))
+        self._life = os.urandom(8).hex()
+        self._inbox: Mailbox[Message] = Mailbox(capacity=INBOX_MESSAGES)
+        self._hello: Callable[[], bytes] = lambda: b""
+        self._session: _Session | None = None
+        self._trouble = "nobody answers there"  # what the connect deadline reports
+        self._closed_by_peer = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def up(self) -> bool:
+        """Whether a session is established at this moment."""
+        return self._session is not None and self._session.up
+
+    async def connect(self, *, hello: bytes | Callable[[], bytes] = b"", timeout_s: float) -> bytes:
+        """Handshake; returns the welcome payload. A callable hello is asked anew for each session.
+
+        Raises:
+            DeadlineExceededError: no welcome within `timeout_s`.
+            ClosedError: the listener refused, with its sentence.
+        """
+        assert self._task is None, "connect is called once"
+        self._hello = hello if callable(hello) else lambda: hello
+        self._context = zmq.asyncio.Context()
+        self._welcomed: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._keep())
+        self._task.add_done_callback(lambda t: _close_if_broken(t, self._inbox))
+        try:
+            ends: set[asyncio.Future[Any]] = {self._welcomed, self._task}
+            await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if self._welcomed.done():
+                return self._welcomed.result()
+        except asyncio.CancelledError:
+            await self.close()
+            raise
+        broken = self._task.done()
+        await self.close()
+        if broken:
+            raise ClosedError(f"{self.address} refused {self.name}: {self._trouble}")
+        raise DeadlineExceededError(
+            f"{self.name} waited {timeout_s:g} s for the handshake of {self.address}: {self._trouble}"
+        )
+
+    async def send(self, frames: Sequence[Frame]) -> bool:
+        """False while the link is down: nothing is kept, send it again at the next "joined"."""
+        session = self._session
+        if session is None or not session.up:
+            return False
+        return await self._post(session, _DATA, *frames)
+
+    async def receive(self) -> Message:
+        """The next message. Waits; ClosedError after `close`, or when the listener said goodbye or refused a later
+        session."""
+        return await self._inbox.get()
+
+    async def close(self, *, reason: str = "goodbye") -> None:
+        """Say goodbye, give queued frames `FLUSH_MS` to leave, free the socket. May be called twice."""
+        self._inbox.close(reason)
+        if self._task is None:
+            return
+        if self._session is not None and self._session.up:
+            await self._post(self._session, _GOODBYE, reason.encode())
+        await _cancel([self._task])
+        await asyncio.to_thread(self._context.term)
+
+    async def _keep(self) -> None:
+        """One session after the other, until `close`, or until the listener ends it."""
+        pause, longest = _RETRY_S
+        while True:
+            session = self._session = self._open()
+            try:
+                reason = await self._serve(session)
+            finally:
+                self._session = None
+                await _close_socket(session.socket, session.monitor, linger_ms=FLUSH_MS if session.up else 0)
+            if self._closed_by_peer:
+                self._inbox.close(f"{self.address}: {reason}")
+                return
+            if session.up:
+                pause = _RETRY_S[0]
+                await self._inbox.put(Message(self.address, "left", [reason.encode()]))
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    def _open(self) -> _Session:
+        socket = _socket(self._context, zmq.DEALER, self._max_frame_bytes)
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if self._curve is not None:
+            socket.curve_serverkey = self._curve.server_public.encode()
+            socket.curve_publickey = self._curve.client_public.encode()
+            socket.curve_secretkey = self._curve.client_secret.encode()
+        monitor = socket.get_monitor_socket(_HANDSHAKE_FAILED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECTED)
+        socket.connect(self.address)
+        return _Session(socket, monitor, asyncio.get_running_loop().create_future())
+
+    async def _serve(self, session: _Session) -> str:
+        """Returns why the session ended."""
+        hello = pack(Hello(name=self.name, life=self._life, payload=self._hello()))
+        await self._post(session, _HELLO, *hello)
+        tasks = [asyncio.create_task(work) for work in (self._read(session), self._watch(session), self._beat(session))]
+        try:
+            ends: list[asyncio.Future[str]] = [*tasks, session.lost]
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            await _cancel(tasks)
+
+    async def _read(self, session: _Session) -> str:
+        while True:
+            kind, *frames = await session.socket.recv_multipart()
+            session.silent_ticks = 0
+            if kind == _DATA:
+                await self._inbox.put(Message(self.address, "data", frames))
+            elif kind == _WELCOME:
+                session.up = True
+                if self._welcomed.done():
+                    await self._inbox.put(Message(self.address, "joined", frames))
+                else:
+                    self._welcomed.set_result(frames[0])
+            elif kind == _RESET:
+                return "the listener does not know this session"
+            elif kind in (_REFUSED, _GOODBYE):
+                self._closed_by_peer = True
+                self._trouble = frames[0].decode(errors="replace")
+                return self._trouble
+
+    async def _watch(self, session: _Session) -> str:
+        while True:
+            event = await recv_monitor_message(session.monitor)
+            if event["event"] == zmq.EVENT_CONNECTED:
+                self._trouble = "the port is open, but no welcome came"
+            elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._closed_by_peer = True
+                self._trouble = "the CURVE key is not of this run"
+                return self._trouble
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                if not session.up:
+                    self._trouble = (
+                        "the connection is dropped in the handshake: CURVE keys differ, or are on one side only"
+                    )
+                return "the connection broke"
+            else:
+                self._trouble = "the CURVE handshake failed: keys differ, or are on one side only"
+                return self._trouble
+
+    async def _beat(self, session: _Session) -> str:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            if session.up:
+                await self._post(session, _BEAT)
+            if self._inbox.full:
+                continue  # we are not reading, so their silence means nothing
+            session.silent_ticks += 1
+            if session.silent_ticks > self._max_silent_ticks:
+                return "the listener is silent"
+
+    async def _post(self, session: _Session, *parts: Frame) -> bool:
+        try:
+            await session.socket.send_multipart(parts, flags=zmq.NOBLOCK)
+        except zmq.Again:
+            session.end("the listener does not read")
+            return False
+        return True
+
+
+def _socket(context: zmq.asyncio.Context, kind: int, max_frame_bytes: int) -> zmq.asyncio.Socket:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+    socket.setsockopt(zmq.SNDHWM, PIPE_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, PIPE_MESSAGES)
+    return socket
+
+
+async def _close_socket(socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket, *, linger_ms: int) -> None:
+    socket.disable_monitor()
+    monitor.close(linger=0)
+    socket.close(linger=linger_ms)
+    await asyncio.sleep(0)  # let cancelled futures of the sockets run
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def _close_if_broken(task: asyncio.Task[None], inbox: Mailbox[Message]) -> None:
+    """A bug in a background task must reach whoever waits in `receive`, not hang it."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("the transport broke", exc_info=error)
+        inbox.close(f"the transport broke: {error!r}")
