@@ -31,14 +31,13 @@ class MicroBatch:
     tokens: TensorDict  # [T]: input_ids, position_ids, sequence_index, versions int64; response_mask, old_log_probs,
     # advantages float32
     lengths: tuple[int, ...]  # tokens of each sequence, prompt and response
-    filler: bool = False  # carries no data; a rank runs it so that every rank makes the same collective calls
 
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
 
     def to(self, device: torch.device) -> MicroBatch:
-        return MicroBatch(tokens=self.tokens.to(device), lengths=self.lengths, filler=self.filler)
+        return MicroBatch(tokens=self.tokens.to(device), lengths=self.lengths)
 
 
 def pack_rollouts(rollouts: Sequence[Rollout], advantages: Tensor, *, max_tokens: int) -> list[MicroBatch]:
@@ -93,9 +92,10 @@ def pack_prompts(sequences: Sequence[Sequence[int]]) -> MicroBatch:
 
 
 def filler_micro_batch() -> MicroBatch:
-    """The smallest micro-batch that runs through the whole model; its loss is to be multiplied by 0."""
-    real = pack_prompts([[0, 0]])
-    return MicroBatch(tokens=real.tokens, lengths=real.lengths, filler=True)
+    """The smallest micro-batch that runs through the whole model; without a response token it has no gradient."""
+    batch = pack_prompts([[0, 0]])
+    batch.tokens["response_mask"].zero_()
+    return batch
 
 
 def _pack(rollouts: Sequence[Rollout], advantages: np.ndarray) -> MicroBatch:

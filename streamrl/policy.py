@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM
 
@@ -40,7 +40,8 @@ ATTENTION = "streamrl_packed"
 class Policy:
     """A causal language model that gives the log-probs of packed tokens, sharded over the ranks of a mesh.
 
-    All ranks construct it and make the same calls in the same order: each call is a collective.
+    All ranks construct it and make the same calls in the same order: each call is a collective. Gradients are averaged
+    over the ranks.
     """
 
     def __init__(
@@ -71,10 +72,6 @@ class Policy:
         for block in _blocks(model):
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(self._module, mesh=mesh, mp_policy=policy)
-        # The loss is divided by global counts, so gradients are to be summed over ranks, not averaged.
-        for module in self._module.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
 
     def parameters(self) -> list[nn.Parameter]:
         """The sharded parameters, a tied one once."""
@@ -133,8 +130,8 @@ class Policy:
             ours = self._module.head(self._module.hidden(ids, positions[0], [4]))
         if not torch.allclose(whole.float(), ours.float(), atol=1e-3, rtol=1e-3):
             raise ConfigError(
-                f"model.path ({name}): {type(self.model).__name__} changes its logits after the output head (soft-capping "
-                "or scaling), which the learner's chunked log-probs do not. Choose a model that does not."
+                f"model.path ({name}): {type(self.model).__name__} changes its logits after the output head "
+                "(soft-capping or scaling), which the learner's chunked log-probs do not. Choose a model that does not."
             )
 
 
@@ -176,7 +173,7 @@ class _PackedModel(nn.Module):
             return self._score_chunk(hidden, targets, temperature, entropy_grad)
         parts = [
             checkpoint(self._score_chunk, h, t, temperature, entropy_grad, use_reentrant=False)
-            for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
+            for h, t in zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True)
         ]
         return torch.cat([log_probs for log_probs, _ in parts]), torch.cat([entropy for _, entropy in parts])
 

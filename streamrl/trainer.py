@@ -1,0 +1,182 @@
+"""One optimizer step over a global batch: advantages, micro-batches, backward, clipping, AdamW, and the step's
+metrics.
+
+All ranks call `Trainer.step` with their shards of the same batch; each call is a chain of collectives. The loss is
+divided by counts of the whole batch, and gradients are summed over ranks and micro-batches, so that the number of
+ranks and the token budget change nothing but rounding. A rank with fewer micro-batches than another runs fillers,
+which have no response token and so no gradient, so that every rank makes the same collective calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streamrl.advantages import compute_advantages
+from streamrl.config import Config
+from streamrl.correction import off_policy_metrics
+from streamrl.losses import policy_loss, policy_metrics
+from streamrl.packing import MicroBatch, filler_micro_batch, pack_rollouts
+from streamrl.policy import Policy
+from streamrl.records import Rollout, RolloutGroup
+
+
+class Batch(Protocol):
+    """This rank's whole groups of a global batch, and totals of all of it."""
+
+    @property
+    def groups(self) -> Sequence[RolloutGroup]: ...
+    @property
+    def num_rollouts(self) -> int: ...
+    @property
+    def num_response_tokens(self) -> int: ...
+
+
+class Trainer:
+    """The optimizer of a policy."""
+
+    def __init__(self, policy: Policy, config: Config) -> None:
+        self._policy = policy
+        self._config = config
+        learner = config.learner
+        self.optimizer = torch.optim.AdamW(
+            policy.parameters(), lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay, fused=True
+        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min(1.0, (step + 1) / max(1, learner.warmup_steps))
+        )
+
+    def step(self, batch: Batch, *, policy_version: int) -> dict[str, float]:
+        """Train on one batch.
+
+        Args:
+            batch: this rank's shard; it may have no group.
+            policy_version: of the weights before the step.
+
+        Returns:
+            The metrics of the step, the same on every rank.
+
+        Raises:
+            RuntimeError: the gradient is not finite; the weights are unchanged.
+        """
+        algorithm = self._config.algorithm
+        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+        of_rollouts = _rollout_sums(rollouts, batch.groups, policy_version)
+        reward_moments = _moments(_all_reduce(of_rollouts), "reward")
+
+        group_index = torch.tensor([i for i, g in enumerate(batch.groups) for _ in g.rollouts], dtype=torch.int64)
+        rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
+        advantages = compute_advantages(rewards, group_index, algorithm, batch_moments=reward_moments)
+        count = batch.num_response_tokens if algorithm.aggregation == "token_mean" else batch.num_rollouts
+
+        self.optimizer.zero_grad(set_to_none=True)
+        sums: dict[str, Tensor] = {}
+        mismatch = -1.0
+        for micro_batch in self._micro_batches(rollouts, advantages):
+            part, largest = self._backward(micro_batch, float(count), policy_version)
+            sums = {name: value + sums.get(name, 0.0) for name, value in part.items()}
+            mismatch = max(mismatch, largest)
+
+        totals = _all_reduce({**of_rollouts, **{name: float(value) for name, value in sums.items()}})
+        staleness = max((policy_version - group.min_version for group in batch.groups), default=0)
+        maxima = _all_reduce({"mismatch": mismatch, "staleness": float(staleness)}, op=dist.ReduceOp.MAX)
+
+        if algorithm.masked_denominator == "kept":
+            # The kept count of the batch is known only now; the loss is linear in its inverse.
+            factor = count / max(totals["kept_denominator"], 1.0)
+            totals["loss"] *= factor
+            for parameter in self._policy.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        grad_norm = self._policy.clip_grad_norm(self._config.learner.max_grad_norm)
+        if not math.isfinite(grad_norm):
+            raise RuntimeError(
+                f"the gradient at policy_version {policy_version} is not finite (norm {grad_norm}, loss "
+                f"{totals['loss']}); the step was not taken"
+            )
+        lr = self.scheduler.get_last_lr()[0]
+        self.optimizer.step()
+        self.scheduler.step()
+        metrics = {
+            "learner/loss": totals["loss"],
+            "learner/grad_norm": grad_norm,
+            "learner/lr": float(lr),
+            "rollout/reward/mean": reward_moments[0],
+            "rollout/reward/std": reward_moments[1],
+            "rollout/length/mean": totals["length"] / totals["rollouts"],
+            "rollout/truncated_fraction": totals["truncated"] / totals["rollouts"],
+            "rollout/latency_s": totals["latency_s"] / totals["rollouts"],
+            "offpolicy/staleness/mean": totals["staleness"] / totals["groups"],
+            "offpolicy/staleness/max": maxima["staleness"],
+            **policy_metrics(totals),
+            **off_policy_metrics(totals),
+        }
+        if maxima["mismatch"] >= 0:  # else no token was sampled with the current weights
+            metrics["offpolicy/logprob_mismatch"] = maxima["mismatch"]
+        return metrics
+
+    def _micro_batches(self, rollouts: Sequence[Rollout], advantages: Tensor) -> list[MicroBatch]:
+        """The rank's micro-batches and as many fillers as it takes to have the count of the rank that has most."""
+        packed = pack_rollouts(rollouts, advantages, max_tokens=self._config.learner.micro_batch_tokens)
+        most = _all_reduce({"count": float(len(packed))}, op=dist.ReduceOp.MAX)["count"]
+        return packed + [filler_micro_batch()] * (int(most) - len(packed))
+
+    def _backward(
+        self, micro_batch: MicroBatch, denominator: float, policy_version: int
+    ) -> tuple[dict[str, Tensor], float]:
+        """Add to the gradients. Returns sums for the metrics, and the largest |p - mu| over tokens that the current
+        weights sampled, -1 without any."""
+        algorithm = self._config.algorithm
+        micro_batch = micro_batch.to(self._policy.device)
+        tokens = micro_batch.tokens
+        log_probs, entropy = self._policy.token_log_probs(micro_batch, entropy_grad=algorithm.entropy_coef > 0)
+        loss, sums = policy_loss(
+            log_probs,
+            tokens["old_log_probs"],
+            tokens["advantages"],
+            tokens["response_mask"],
+            tokens["sequence_index"],
+            algorithm,
+            entropy=entropy,
+            denominator=denominator,
+        )
+        # The loss is divided by global counts, so gradients are to be summed over ranks, where FSDP averages them.
+        (loss * dist.get_world_size()).backward()  # type: ignore[no-untyped-call]
+        sums["loss"] = loss.detach().double()
+        fresh = (tokens["versions"] == policy_version) & tokens["response_mask"].bool()
+        differences = (log_probs.detach() - tokens["old_log_probs"])[fresh].abs()
+        return sums, float(differences.max()) if len(differences) else -1.0
+
+
+def _rollout_sums(rollouts: Sequence[Rollout], groups: Sequence[RolloutGroup], policy_version: int) -> dict[str, float]:
+    return {
+        "rollouts": float(len(rollouts)),
+        "groups": float(len(groups)),
+        "reward": sum(r.reward for r in rollouts),
+        "reward_squared": sum(r.reward**2 for r in rollouts),
+        "length": float(sum(len(r.response_ids) for r in rollouts)),
+        "truncated": float(sum(r.finish_reason == "length" for r in rollouts)),
+        "latency_s": sum(r.timings.queue_s + r.timings.generate_s + r.timings.reward_s for r in rollouts),
+        "staleness": float(sum(policy_version - group.min_version for group in groups)),
+    }
+
+
+def _moments(totals: dict[str, float], name: str) -> tuple[float, float]:
+    """Mean and sample standard deviation over the global batch."""
+    count = totals["rollouts"]
+    mean = totals[name] / count
+    squares = totals[f"{name}_squared"] - count * mean**2
+    return mean, math.sqrt(max(squares, 0.0) / max(count - 1, 1))
+
+
+def _all_reduce(values: dict[str, float], *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dict[str, float]:
+    """Reduce numbers of the same names over all ranks, in float64."""
+    names = sorted(values)
+    vector = torch.tensor([values[name] for name in names], dtype=torch.float64)
+    dist.all_reduce(vector, op=op)
+    return dict(zip(names, vector.tolist(), strict=True))
