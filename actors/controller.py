@@ -10,15 +10,14 @@ The data flow it watches, and who ends each wait:
 
 The controller itself consumes step records (learner rank 0) and one status a second from every process, and produces
 metrics, events, evaluations and the live view. It waits for: step records, unblocked by the learner or by the stall
-limit; statuses, unblocked by a deadline. Death of any process ends the run non-zero with its name and cause; a process that
-does not answer for `UNRESPONSIVE_S` counts as dead.
+limit; statuses, unblocked by a deadline. Death of any process ends the run non-zero with its name and cause; a process
+that does not answer for `UNRESPONSIVE_S` counts as dead.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import pathlib
 import signal
@@ -30,10 +29,12 @@ from typing import Any, Protocol
 import msgspec
 import psutil
 
-from actors.live_view import LiveView, RunView
+from actors.live_view import LiveView
+from actors.run_view import RunView
 from streamrl.config import Config
 from streamrl.errors import DeadlineExceededError, ProcessDiedError, StreamrlError
 from streamrl.records import BufferStats, GeneratorStatus, LearnerStatus, Prompt
+from streamrl.run_directory import LEDGER_FILE, write_json
 from streamrl.tracking import Tracker
 
 STATUS_INTERVAL_S = 1.0
@@ -202,7 +203,7 @@ class Controller:
                 self._evaluation.cancel()
 
     async def _record_steps(self) -> None:
-        """Every step record of the learner becomes one line of metrics. Ends with the learner, or at the stall limit."""
+        """Every step record of the learner becomes a line of metrics. Ends with the learner, or at the stall limit."""
         limit = self._config.run.stall_limit_s
         while True:
             try:
@@ -314,7 +315,7 @@ class Controller:
             "eval/max_version": float(max(r["max_version"] for r in results)),
             "eval/seconds": time.time() - begun,
         }
-        self._tracker.log_event("eval", step=step, samples=results[:4], **metrics)
+        self._tracker.log_event("eval", step=step, samples=results[:4])
         self._tracker.log_eval(step, metrics)
         self._run_view.add_eval(step, metrics["eval/reward"])
         self._view.update(self._run_view)
@@ -342,8 +343,7 @@ class Controller:
         )
         await self._quietly(self._learners, "close", limit / 5)
         ledger = msgspec.convert(stats, BufferStats) if stats is not None else self._run_view.buffer
-        text = json.dumps({"final": stats is not None, **msgspec.to_builtins(ledger)}, indent=2)
-        (self._run_dir / "ledger.json").write_text(text + "\n", encoding="utf-8")
+        write_json(self._run_dir / LEDGER_FILE, {"final": stats is not None, **msgspec.to_builtins(ledger)})
         self._run_view.buffer = ledger
         return ledger
 
@@ -407,7 +407,9 @@ async def _answer(process: Process, method: str) -> Any:
     try:
         return await process.call(method, timeout_s=UNRESPONSIVE_S)
     except DeadlineExceededError:
-        raise ProcessDiedError(f"{process.name} (pid {process.pid}) has not answered for {UNRESPONSIVE_S:.0f} s") from None
+        raise ProcessDiedError(
+            f"{process.name} (pid {process.pid}) has not answered for {UNRESPONSIVE_S:.0f} s"
+        ) from None
 
 
 async def _must_not_end(process: Process, running: Awaitable[Any]) -> None:

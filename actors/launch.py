@@ -1,7 +1,7 @@
 """Composition root: turns a `Config` into the processes of a run, and makes sure that they are gone afterwards.
 
-The only place that applies `ray.remote`. Every process is one Ray actor, a `Host`, that sets its environment and its log
-file before it imports and builds one plain class; the controller talks to it through a `RayProcess`.
+The only place that applies `ray.remote`. Every process is one Ray actor, a `Host`, that sets its environment and its
+log file before it imports and builds one plain class; the controller talks to it through a `RayProcess`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.controller import Controller, Outcome
 from actors.live_view import LiveView, show_progress
-from streamrl.config import Config, dump_config
+from streamrl.config import Config
 from streamrl.errors import ConfigError, DeadlineExceededError, ProcessDiedError, StreamrlError
-from streamrl.tracking import Tracker
+from streamrl.run_directory import LOGS_DIR
+from streamrl.tracking import RunEnd, Tracker
 
+MLFLOW_LIMIT_S = 5.0  # to deliver the last metrics; what is left stays in the run directory for `streamrl deliver`
 OBJECT_STORE_BYTES = 100 * 1024 * 1024  # only control messages pass through Ray; rollouts and weights do not
+_RUN_ENDS: dict[int, RunEnd] = {0: "FINISHED", 1: "FAILED", 2: "FAILED"}
 
 
 class Host:
@@ -112,8 +115,7 @@ class Processes:
 
     def __init__(self, config: Config, run_dir: pathlib.Path, model_path: str) -> None:
         self._config = config
-        self._logs = run_dir / "logs"
-        self._logs.mkdir(exist_ok=True)
+        self._logs = run_dir / LOGS_DIR
         master = f"127.0.0.1:{_free_port()}"
         ranks = config.learner.ranks
         self.buffer = self._spawn(
@@ -167,12 +169,10 @@ class Processes:
 def launch(config: Config, run_dir: pathlib.Path) -> int:
     """Run to the end and return the exit code: 0 done, 1 failed, 2 refused, 130 interrupted.
 
-    `run_dir` must not hold another run. Everything the run started is gone when this returns.
+    `run_dir` is this run's own (`create_run_dir`). Everything the run started is gone when this returns.
     """
     signal.signal(signal.SIGTERM, _interrupt)
     started = time.time()
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     tracker = Tracker(config, run_dir)
     view = LiveView(config, run_dir, tracker)
     outcome = Outcome(exit_code=1, reason="the run did not start")
@@ -194,8 +194,11 @@ def launch(config: Config, run_dir: pathlib.Path) -> int:
             learner_busy=round(outcome.learner_busy, 4),
             generator_busy=round(outcome.generator_busy, 4),
         )
+        end: RunEnd = _RUN_ENDS.get(outcome.exit_code, "KILLED")
+        leftover = tracker.close(end=end, timeout_s=MLFLOW_LIMIT_S)
         view.close(outcome)
-        tracker.close(timeout_s=10.0)
+        if leftover:
+            print(leftover, file=sys.stderr)
     if outcome.exit_code in (1, 2):
         print(f"streamrl: {outcome.reason}", file=sys.stderr, flush=True)
     return outcome.exit_code

@@ -73,7 +73,7 @@ def quickstart(
 
 
 def test_held_out_reward_rises_from_below_half_to_nine_tenths(quickstart: FinishedRun) -> None:
-    evals = quickstart.run.events("eval")
+    evals = quickstart.run.lines("evals.jsonl")
     assert evals[0]["step"] == 0 and evals[0]["eval/max_version"] == 0
     assert evals[0]["eval/reward"] <= 0.5
     assert evals[-1]["eval/reward"] >= 0.9
@@ -82,7 +82,7 @@ def test_held_out_reward_rises_from_below_half_to_nine_tenths(quickstart: Finish
 
 def test_it_reaches_nine_tenths_within_six_minutes_of_the_engines_being_up(quickstart: FinishedRun) -> None:
     ready = quickstart.run.events("ready")[0]["time"]
-    reached = next(e["time"] for e in quickstart.run.events("eval") if e["eval/reward"] >= 0.9)
+    reached = next(e["time"] for e in quickstart.run.lines("evals.jsonl") if e["eval/reward"] >= 0.9)
     assert reached - ready <= 360
 
 
