@@ -208,6 +208,7 @@ class Learner:
             incarnation=self._incarnation,
             named_parameters=dict(self._policy.named_parameters()),
             probe=self._probe,
+            dtype=getattr(torch, config.model.dtype),
             curve=self._curve,
         )
         address = self._publisher.start()
@@ -304,7 +305,7 @@ class Learner:
     def _make_probe(self) -> ProbeSet:
         """Sequences of seeded random tokens: they reach rows of the embedding that no prompt would."""
         vocab_size = int(self._policy.model.config.vocab_size)
-        length = min(PROBE_TOKENS, self._config.model.max_length)
+        length = min(PROBE_TOKENS, self._config.model.max_length - 1)
         generator = np.random.default_rng(self._config.run.seed)
         ids = generator.integers(0, vocab_size, size=(self._config.weight_sync.probe_prompts, length))
         return ProbeSet(sequences=ids.tolist())

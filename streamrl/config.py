@@ -10,13 +10,15 @@ from __future__ import annotations
 import difflib
 import math
 import pathlib
+import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 import yaml
 from msgspec import Meta
 
+from streamrl.config_rules import rules
 from streamrl.errors import ConfigError
 
 Count = Annotated[int, Meta(ge=1)]
@@ -196,11 +198,12 @@ class AlgorithmConfig(_Section, frozen=True):
     dual_clip: Annotated[float, Meta(ge=0)] = 0.0
     """Bound c > 1 on the loss of negative advantages; 0 turns it off."""
     proximal: Literal["bypass", "recompute"] = "recompute"
-    """Proximal policy of PPO: `recompute` evaluates it at the start of the step and weights by exp(o - mu); `bypass`
-    takes the behaviour policy itself and allows no extra weight."""
+    """Proximal policy o of the ratio exp(p - o) of ppo_clip and gspo. `recompute`: the policy at the start of the step, and
+    exp(o - mu) is the weight; with one optimizer step a batch the ratio is 1 and the weight is the whole correction.
+    `bypass`: the behaviour policy itself; the clip is the whole correction and there is no weight."""
     correction: Literal["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"] = "token_truncate"
-    """Importance weight exp(o - mu): truncated at `correction_cap`, or masked outside
-    [`correction_floor`, `correction_cap`]."""
+    """Importance weight of a token, or of the whole response for `sequence_`: truncated at `correction_cap`, or set to 0
+    outside [`correction_floor`, `correction_cap`]."""
     correction_cap: Annotated[float, Meta(gt=0)] = 2.0
     """Upper bound of the weight."""
     correction_floor: Annotated[float, Meta(ge=0)] = 0.5
@@ -228,7 +231,7 @@ class LearnerConfig(_Section, frozen=True):
     """Linear learning-rate warm-up."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     """AdamW weight decay."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Meta(ge=0, lt=1)], Annotated[float, Meta(ge=0, lt=1)]] = (0.9, 0.95)
     """AdamW betas."""
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
     """Gradient clipping."""
@@ -320,9 +323,11 @@ def config_from_tree(tree: Mapping[str, Any]) -> Config:
     """Convert nested plain data to a `Config`: types and ranges only, see `check_config` for the rules between settings."""
     _refuse_unknown_keys(tree, Config, "")
     try:
-        return msgspec.convert(tree, Config, strict=False)
+        config = msgspec.convert(tree, Config, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error), tree)) from None
+    _refuse_non_finite(msgspec.to_builtins(config), "")
+    return config
 
 
 def dump_config(config: Config) -> str:
@@ -346,145 +351,14 @@ def flatten_config(config: Config) -> dict[str, Any]:
 
 
 def check_config(config: Config) -> None:
-    """Refuse settings that contradict each other.
+    """Refuse settings that contradict each other, by the rules of streamrl/config_rules.py.
 
     Raises:
         ConfigError: for the first contradiction found.
     """
-    for broken, message in _rules(config):
+    for broken, message in rules(config):
         if broken:
             raise ConfigError(message)
-
-
-def _rules(c: Config) -> Iterable[tuple[bool, str]]:
-    a, b, d, g, m = c.algorithm, c.buffer, c.data, c.generator, c.model
-    yield (
-        a.group_size == 1 and a.advantage in ("grpo", "dr_grpo", "rloo", "maxrl"),
-        f"algorithm.group_size (1): {a.advantage} compares the responses of one prompt, so it needs at least 2. "
-        "Set algorithm.group_size=8, or algorithm.advantage=reinforce_pp.",
-    )
-    yield (
-        b.max_staleness < c.learner.publish_interval - 1,
-        f"buffer.max_staleness ({b.max_staleness}): weights published every {c.learner.publish_interval} steps are "
-        f"already {c.learner.publish_interval - 1} steps old before the next ones, so the bound can never be met. Set "
-        f"buffer.max_staleness>={c.learner.publish_interval - 1}, or learner.publish_interval={b.max_staleness + 1}.",
-    )
-    yield (
-        b.max_times_sampled > b.max_staleness + 1,
-        f"buffer.max_times_sampled ({b.max_times_sampled}): a group is within max_staleness={b.max_staleness} for "
-        f"{b.max_staleness + 1} steps only. Set buffer.max_times_sampled<={b.max_staleness + 1}, or "
-        f"buffer.max_staleness>={b.max_times_sampled - 1}.",
-    )
-    fewest = 1 if a.advantage == "reinforce_pp" else 2
-    yield (
-        b.incomplete_groups == "min_members" and not fewest <= b.min_members <= a.group_size,
-        f"buffer.min_members ({b.min_members}): must be from {fewest} to algorithm.group_size ({a.group_size}) for "
-        f"algorithm.advantage={a.advantage}. Set buffer.min_members={max(fewest, a.group_size // 2)}.",
-    )
-    yield (
-        b.limiter == "ratio" and b.samples_per_insert > b.max_times_sampled,
-        f"buffer.samples_per_insert ({b.samples_per_insert}): a group can be sampled max_times_sampled="
-        f"{b.max_times_sampled} times at most, so the ratio can never be reached and generators would wait for ever. "
-        f"Set buffer.samples_per_insert<={b.max_times_sampled}.",
-    )
-    yield (
-        b.limiter == "ratio" and 2 * b.error_buffer < c.learner.groups_per_step + b.samples_per_insert,
-        f"buffer.error_buffer ({b.error_buffer}): one step samples learner.groups_per_step "
-        f"({c.learner.groups_per_step}) groups at once; with less room samples and inserts could block each other. Set "
-        "buffer.error_buffer>="
-        f"{(c.learner.groups_per_step + b.samples_per_insert) / 2}.",
-    )
-    yield (
-        b.limiter == "queue" and b.queue_size < c.learner.groups_per_step,
-        f"buffer.queue_size ({b.queue_size}): one step samples learner.groups_per_step ({c.learner.groups_per_step}) "
-        f"groups at once. Set buffer.queue_size>={c.learner.groups_per_step}.",
-    )
-    yield (
-        b.limiter == "queue" and b.max_times_sampled > 1,
-        f"buffer.max_times_sampled ({b.max_times_sampled}): a queue hands out each group once. Set "
-        "buffer.max_times_sampled=1, or buffer.limiter=min_size.",
-    )
-    held = max(b.min_size, c.learner.groups_per_step)
-    if b.limiter == "ratio":  # unused groups stay until they are stale
-        held += math.ceil((b.max_staleness + 2) * c.learner.groups_per_step / b.samples_per_insert)
-    yield (
-        b.max_groups < held,
-        f"buffer.max_groups ({b.max_groups}): the learner needs up to {held} groups to be held before it can sample. "
-        f"Set buffer.max_groups>={held}.",
-    )
-    group_bytes = a.group_size * m.max_length * 12  # ids, log-probs and versions, 4 bytes each
-    yield (
-        b.max_bytes < held * group_bytes,
-        f"buffer.max_bytes ({b.max_bytes}): {held} groups of algorithm.group_size={a.group_size} responses of up to "
-        f"model.max_length={m.max_length} tokens can take {held * group_bytes} bytes, and the learner may need them all. "
-        f"Set buffer.max_bytes>={held * group_bytes}.",
-    )
-    yield (
-        g.top_p != 1.0,
-        f"generator.top_p ({g.top_p}): truncated sampling makes old_log_probs differ from the learner's log-probs, "
-        "which sees all tokens. Set generator.top_p=1.0.",
-    )
-    yield (
-        g.top_k != 0,
-        f"generator.top_k ({g.top_k}): truncated sampling makes old_log_probs differ from the learner's log-probs, "
-        "which sees all tokens. Set generator.top_k=0.",
-    )
-    yield (
-        a.proximal == "bypass" and a.correction != "none",
-        f"algorithm.correction ({a.correction}): with algorithm.proximal=bypass the ratio already runs from the "
-        "behaviour policy; another weight would count it twice. Set algorithm.correction=none, or "
-        "algorithm.proximal=recompute.",
-    )
-    yield (
-        a.correction in ("token_mask", "sequence_mask") and a.correction_floor >= a.correction_cap,
-        f"algorithm.correction_floor ({a.correction_floor}): must be below algorithm.correction_cap "
-        f"({a.correction_cap}), or every weight is masked. Set algorithm.correction_floor=0.5 and "
-        "algorithm.correction_cap=2.0.",
-    )
-    yield (
-        a.dual_clip != 0 and a.dual_clip <= 1,
-        f"algorithm.dual_clip ({a.dual_clip}): must be 0 (off) or above 1, or it would cut ordinary updates. "
-        "Set algorithm.dual_clip=3.",
-    )
-    yield (
-        d.max_prompt_tokens + g.max_new_tokens > m.max_length,
-        f"model.max_length ({m.max_length}): data.max_prompt_tokens ({d.max_prompt_tokens}) + generator.max_new_tokens "
-        f"({g.max_new_tokens}) do not fit. Set model.max_length>={d.max_prompt_tokens + g.max_new_tokens}.",
-    )
-    yield (
-        c.learner.micro_batch_tokens < m.max_length,
-        f"learner.micro_batch_tokens ({c.learner.micro_batch_tokens}): one sequence may have model.max_length "
-        f"({m.max_length}) tokens and would fit in no micro-batch. Set learner.micro_batch_tokens>={m.max_length}.",
-    )
-    yield (
-        c.learner.groups_per_step < c.learner.ranks,
-        f"learner.groups_per_step ({c.learner.groups_per_step}): fewer than learner.ranks ({c.learner.ranks}), so a rank "
-        f"would never have data. Set learner.groups_per_step>={c.learner.ranks}.",
-    )
-    yield (
-        m.warm_up.hidden_size % m.warm_up.num_heads != 0,
-        f"model.warm_up.hidden_size ({m.warm_up.hidden_size}): must be a multiple of model.warm_up.num_heads "
-        f"({m.warm_up.num_heads}).",
-    )
-    yield (
-        d.source != "reasoning_gym" and not d.path,
-        f"data.path (empty): data.source={d.source} needs a file. Set data.path=FILE.",
-    )
-    yield (
-        d.source != "reasoning_gym" and c.reward.kind == "task",
-        f"reward.kind (task): data.source={d.source} has no verifier of its own. Set reward.kind=exact_match, or "
-        "reward.kind=python with reward.function=module:function.",
-    )
-    yield (
-        d.source != "reasoning_gym" and not d.answer_column and (c.reward.kind == "exact_match" or m.path == "base"),
-        "data.answer_column (empty): reward.kind=exact_match and the warm-up of model.path=base need answers. Set "
-        "data.answer_column, or reward.kind=python with a model.path of your own.",
-    )
-    yield (
-        c.reward.kind == "python" and ":" not in c.reward.function,
-        f"reward.function ({c.reward.function!r}): reward.kind=python needs `module:function`. "
-        "Set reward.function=my_module:my_reward.",
-    )
 
 
 def _read_yaml(path: pathlib.Path) -> dict[str, Any]:
@@ -504,20 +378,36 @@ def _read_yaml(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
+    """Put one `section.key=value` into the tree. A text setting takes the value as it stands, any other one as YAML."""
     path, separator, text = override.partition("=")
     keys = path.strip().split(".")
     if not separator or not all(keys):
-        raise ConfigError(f"override ({override!r}): must be section.key=value, e.g. buffer.max_staleness=8.")
-    try:
-        value = yaml.safe_load(text) if text else ""
-    except yaml.YAMLError:
-        value = text
+        raise ConfigError(f"{override!r}: must be section.key=value, e.g. buffer.max_staleness=8.")
+    value: Any = text
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    if text and (quoted or _type_at(keys) is not str):
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            pass
     node = tree
     for key in keys[:-1]:
-        node = node.setdefault(key, {})
+        if node.get(key) is None:
+            node[key] = {}
+        node = node[key]
         if not isinstance(node, dict):
-            raise ConfigError(f"override ({override!r}): {key} is a value, not a section.")
+            raise ConfigError(f"{override!r}: {key} is a value, not a section of settings.")
     node[keys[-1]] = value
+
+
+def _type_at(keys: Iterable[str]) -> Any:
+    """The type of the setting at this path; None if there is none."""
+    kind: Any = Config
+    for key in keys:
+        if not (isinstance(kind, type) and issubclass(kind, _Section)):
+            return None
+        kind = {f.name: f.type for f in msgspec.structs.fields(kind)}.get(key)
+    return kind
 
 
 def _refuse_unknown_keys(tree: Any, section: type, path: str) -> None:
@@ -542,13 +432,56 @@ def _refuse_unknown_keys(tree: Any, section: type, path: str) -> None:
 
 
 def _explain(message: str, tree: Mapping[str, Any]) -> str:
-    """`Expected `int` >= 1 - at `$.buffer.max_bytes`` -> `buffer.max_bytes (0): expected `int` >= 1.`"""
+    """`Expected `int` >= 1 - at `$.buffer.max_bytes`` -> `buffer.max_bytes (0): must be an integer >= 1. ...`"""
     rule, _, where = message.partition(" - at `$.")
     path = where.rstrip("`")
+    keys = path.replace("[", ".").replace("]", "").split(".")
     value: Any = tree
-    for key in path.replace("[", ".").replace("]", "").split("."):
+    for key in keys:
         if isinstance(value, Mapping):
             value = value.get(key)
         elif isinstance(value, (list, tuple)) and key.isdigit():
             value = value[int(key)]
-    return f"{path} ({value!r}): {rule[:1].lower()}{rule[1:]}. Set {path} to a value that follows this rule."
+    setting = path.split("[")[0]
+    kind, default = _type_at(setting.split(".")), _default_at(setting.split("."))
+    if get_origin(kind) is Literal:
+        choices = [str(choice) for choice in get_args(kind)]
+        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
+        hint = f" Did you mean {setting}={near[0]}?" if near else ""
+        return f"{path} ({value!r}): must be one of {', '.join(choices)}.{hint}"
+    for name, said in _TYPE_NAMES.items():
+        rule = rule.replace(f"Expected `{name}`", f"must be {said}")
+    rule = re.sub(r", got `(\w+)`", "", rule)
+    rule = re.sub(r"(?<=[<>=] )(\d+)\.0\b", r"\1", rule)
+    return f"{path} ({value!r}): {rule[:1].lower()}{rule[1:]}. The default is {setting}={default}."
+
+
+_TYPE_NAMES = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "array": "a list",
+    "object": "a mapping",
+}
+
+
+def _default_at(keys: Iterable[str]) -> Any:
+    value: Any = msgspec.to_builtins(Config())
+    for key in keys:
+        value = value[key]
+    if isinstance(value, bool | None):
+        return yaml.safe_dump(value).split("\n")[0]
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _refuse_non_finite(tree: Any, path: str) -> None:
+    """nan and inf pass msgspec's bounds, or fail them with a misleading sentence."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            _refuse_non_finite(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, list | tuple):
+        for position, value in enumerate(tree):
+            _refuse_non_finite(value, f"{path}[{position}]")
+    elif isinstance(tree, float) and not math.isfinite(tree):
+        raise ConfigError(f"{path} ({tree}): must be a finite number. For no limit in practice set a large one.")
