@@ -1,0 +1,324 @@
+"""The versioned weight channel: the learner publishes, generators fetch, load, prove and acknowledge.
+
+    WeightPublisher (every learner rank)                       WeightSubscriber (one per generator)
+      payload -> shared segment (shm.py), barrier
+      rank 0: WeightUpdate  --- Listener / Connection --->       next(): the newest not yet seen
+              acks()        <-- WeightAck ----------------       acknowledge()
+
+Invariants: an update is announced only when every rank's part of it is out; a peer that joins, or comes back, is sent
+the current update; updates are never queued, a slow generator skips to the newest; the learner waits for no
+generator.
+
+Waits. `WeightPublisher.publish` waits for the other ranks in one barrier (ended by them, or by the process group's
+time limit). `WeightSubscriber.connect` waits for the publisher's welcome (its deadline), `next` for the next
+publication (the learner ends it, or `close`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Coroutine, Iterable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from streamrl.config import WeightSyncConfig
+from streamrl.errors import ClosedError, WireError
+from streamrl.records import WeightAck, WeightUpdate
+from streamrl.transport import Connection, CurveKeys, Listener, Message
+from streamrl.weight_sync.shm import SegmentReader, SegmentWriter
+from streamrl.wire import Codec, Frame, pack
+
+logger = logging.getLogger(__name__)
+
+_CONTROL_LIMIT_S = 10.0  # for what the loop thread does at once: binding, sending, closing
+
+T = TypeVar("T")
+
+
+class ProbeSet(msgspec.Struct, frozen=True):
+    """Fixed token sequences whose log-probs prove an update. Each has at least two tokens, at most max_length - 1,
+    since the engine samples one more."""
+
+    sequences: list[list[int]]
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens that have a log-prob: all but the first of each sequence."""
+        return sum(len(sequence) - 1 for sequence in self.sequences)
+
+
+_from_publisher = Codec(WeightUpdate)
+_from_subscriber = Codec(WeightAck)
+_probe_decoder = msgspec.msgpack.Decoder(ProbeSet)
+
+
+class WeightPublisher:
+    """The learner's side, one per rank, called from the training thread; blocking."""
+
+    def __init__(
+        self,
+        config: WeightSyncConfig,
+        *,
+        run_name: str,
+        rank: int,
+        world_size: int,
+        incarnation: int,
+        named_parameters: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        probe: ProbeSet,
+        dtype: torch.dtype | None = None,
+        curve: CurveKeys | None = None,
+    ) -> None:
+        """Nothing is opened yet.
+
+        Args:
+            run_name: names the segment; unique on this machine among the runs that live now.
+            named_parameters: checkpoint name -> tensor or DTensor, the same on every rank; read at each `publish`.
+            dtype: of the payload; None keeps each parameter's own.
+        """
+        self._config = config
+        self._run_name = run_name
+        self._rank = rank
+        self._world_size = world_size
+        self._incarnation = incarnation
+        self._parameters = dict(named_parameters)
+        self._probe = probe
+        self._dtype = dtype
+        self._curve = curve
+        self._segment: SegmentWriter | None = None
+        self._announcer: _Announcer | None = None
+        self._sequence = 0
+
+    def start(self) -> str:
+        """Open the segment and, on rank 0, the listener. All ranks call it.
+
+        Returns:
+            The address for subscribers; empty on ranks other than 0.
+
+        Raises:
+            WeightSyncError: no room in /dev/shm.
+        """
+        if self._rank == 0:
+            self._segment = SegmentWriter.create(
+                self._run_name, world_size=self._world_size, parameters=self._parameters, dtype=self._dtype
+            )
+        self._barrier()
+        if self._rank != 0:
+            self._segment = SegmentWriter.attach(self._run_name, rank=self._rank)
+            return ""
+        self._announcer = _Announcer(self._probe, self._curve)
+        return self._announcer.address
+
+    def publish(self, policy_version: int, probe_log_probs: list[float]) -> dict[str, float]:
+        """Write this rank's part of the weights as they are now, and announce them once every rank's is out.
+
+        All ranks call it. Waits for the other ranks, never for a generator.
+
+        Returns:
+            `write_s`, `barrier_s`, `announce_s`, and `bytes` written by this rank.
+        """
+        assert self._segment is not None, "publish before start"
+        assert len(probe_log_probs) == self._probe.num_scored, "one log-prob per scored probe token"
+        self._sequence += 1
+        started = time.perf_counter()
+        num_bytes = self._segment.write(self._sequence, self._parameters)
+        written = time.perf_counter()
+        self._barrier()
+        together = time.perf_counter()
+        if self._announcer is not None:
+            self._announcer.announce(
+                WeightUpdate(
+                    incarnation=self._incarnation,
+                    policy_version=policy_version,
+                    backend=self._config.backend,
+                    payload=self._segment.payload(self._sequence),
+                    probe_log_probs=probe_log_probs,
+                    published_at=time.time(),
+                )
+            )
+        return {
+            "write_s": written - started,
+            "barrier_s": together - written,
+            "announce_s": time.perf_counter() - together,
+            "bytes": float(num_bytes),
+        }
+
+    def acks(self) -> list[WeightAck]:
+        """What generators have answered since the last call; empty on ranks other than 0."""
+        return [] if self._announcer is None else self._announcer.take_acks()
+
+    def close(self) -> None:
+        """Say goodbye to the subscribers and remove the segment; idempotent, bounded."""
+        if self._announcer is not None:
+            self._announcer.close()
+            self._announcer = None
+        if self._segment is not None:
+            if self._rank == 0:
+                self._segment.unlink()
+            self._segment.close()
+            self._segment = None
+
+    def _barrier(self) -> None:
+        if self._world_size > 1:
+            torch.distributed.barrier()
+
+
+class _Announcer:
+    """Rank 0's listener, in an event loop thread of its own."""
+
+    def __init__(self, probe: ProbeSet, curve: CurveKeys | None) -> None:
+        welcome = msgspec.msgpack.encode(probe)
+        self._loop = asyncio.new_event_loop()
+        self._listener = Listener(curve=curve, welcome=lambda name, payload: welcome)
+        self._peers: set[str] = set()
+        self._current: list[Frame] = []
+        self._acks: list[WeightAck] = []
+        self._thread = threading.Thread(target=self._loop.run_forever, name="weight-announcer", daemon=True)
+        self._thread.start()
+        self.address = self._call(self._listener.start())
+        self._serving = asyncio.run_coroutine_threadsafe(self._serve(), self._loop)
+
+    def announce(self, update: WeightUpdate) -> None:
+        self._call(self._announce(pack(update)))
+
+    def take_acks(self) -> list[WeightAck]:
+        acks, self._acks = self._acks, []  # one reference is swapped, so the loop thread cannot lose an ack
+        return acks
+
+    def close(self) -> None:
+        try:
+            self._call(self._listener.close(reason="the learner has ended"))
+            self._serving.result(_CONTROL_LIMIT_S)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_CONTROL_LIMIT_S)
+            self._loop.close()
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_CONTROL_LIMIT_S)
+
+    async def _announce(self, frames: list[Frame]) -> None:
+        self._current = frames
+        for peer in self._peers:
+            await self._listener.send(peer, frames)  # a peer that is away gets the current one when it is back
+
+    async def _serve(self) -> None:
+        while True:
+            try:
+                message = await self._listener.receive()
+            except ClosedError:
+                return
+            await self._take(message)
+
+    async def _take(self, message: Message) -> None:
+        if message.kind == "joined":
+            self._peers.add(message.peer)
+            if self._current:
+                await self._listener.send(message.peer, self._current)
+        elif message.kind == "left":
+            self._peers.discard(message.peer)
+        else:
+            try:
+                ack, _ = _from_subscriber.unpack(message.frames)
+            except WireError as error:
+                logger.warning("dropped an acknowledgement of %s: %s", message.peer, error)
+                return
+            self._acks.append(ack)
+
+
+class WeightSubscriber:
+    """A generator's side; lives in its event loop."""
+
+    def __init__(self, address: str, *, name: str, curve: CurveKeys | None = None) -> None:
+        self._connection = Connection(address, name=name, curve=curve)
+        self._newest: WeightUpdate | None = None
+        self._returned: WeightUpdate | None = None
+        self._arrived = asyncio.Event()
+        self._closed = ""
+        self._unsent: list[WeightAck] = []
+        self._reader: SegmentReader | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def connect(self, *, timeout_s: float) -> ProbeSet:
+        """Handshake with the publisher.
+
+        Raises:
+            DeadlineExceededError: it did not answer in time.
+        """
+        probe = _probe_decoder.decode(await self._connection.connect(timeout_s=timeout_s))
+        self._task = asyncio.create_task(self._receive())
+        return probe
+
+    async def next(self) -> WeightUpdate:
+        """The newest update that was not returned before; older ones are skipped.
+
+        Raises:
+            ClosedError: the learner has ended the channel, or `close` was called.
+        """
+        while self._newest is None:
+            if self._closed:
+                raise ClosedError(self._closed)
+            self._arrived.clear()
+            await self._arrived.wait()
+        self._returned, self._newest = self._newest, None
+        return self._returned
+
+    def holds(self, update: WeightUpdate) -> bool:
+        """Whether the update's payload can still be fetched; if not, a newer one is out or the learner is gone."""
+        payload = update.payload
+        try:
+            if self._reader is None or self._reader.nonce != payload["nonce"]:
+                if self._reader is not None:
+                    self._reader.close()
+                self._reader = SegmentReader.open(payload["segment"])
+        except FileNotFoundError:
+            self._reader = None
+            return False
+        return self._reader.nonce == payload["nonce"] and self._reader.holds(payload["sequence"])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one version, once `holds` was asked."""
+        return 0 if self._reader is None else self._reader.num_bytes
+
+    async def acknowledge(self, ack: WeightAck) -> None:
+        """Tell the learner; kept until the link is up again if it is down."""
+        self._unsent.append(ack)
+        await self._send_acks()
+
+    async def close(self) -> None:
+        """Idempotent, bounded."""
+        await self._connection.close()
+        if self._task is not None:
+            await self._task
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    async def _send_acks(self) -> None:
+        while self._unsent and await self._connection.send(pack(self._unsent[0])):
+            self._unsent.pop(0)
+
+    async def _receive(self) -> None:
+        while True:
+            try:
+                message = await self._connection.receive()
+            except ClosedError as error:
+                self._closed = str(error)
+                self._arrived.set()
+                return
+            if message.kind == "joined":
+                await self._send_acks()
+            elif message.kind == "data":
+                try:
+                    update, _ = _from_publisher.unpack(message.frames)
+                except WireError as error:
+                    logger.warning("dropped an announcement of %s: %s", message.peer, error)
+                    continue
+                if update != self._returned:  # after a reconnect the current one comes again
+                    self._newest = update
+                    self._arrived.set()

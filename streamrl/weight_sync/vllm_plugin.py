@@ -1,0 +1,140 @@
+"""The engine's end of weight sync: vLLM weight-transfer engines of our own, loaded through `vllm.general_plugins`.
+
+vLLM calls `register` once in each of its processes. It makes the backend known, and ties the life of an engine
+process to the generator that started it: a generator that gets SIGKILL cannot clean up, and an orphaned engine would
+hold its memory for good.
+
+Invariant: an update either leaves the engine's weights as they were (`TornReadError`) or has loaded one whole version
+into every form of them that the engine computes with; anything else raises and the generator must not serve any more.
+
+Waits: only the watcher thread, for the death of the generator; nothing waits on it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from streamrl.weight_sync.shm import OWNER_VARIABLE, SHM_ENGINE, SegmentReader, TornReadError
+
+
+def register() -> None:
+    """Entry point of the plugin group; safe to call twice."""
+    owner = int(os.environ.get(OWNER_VARIABLE, "0"))
+    if owner and owner != os.getpid():
+        _die_with(owner)
+    if SHM_ENGINE not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(SHM_ENGINE, ShmWeightTransferEngine)
+
+
+def _die_with(owner: int) -> None:
+    """Kill this process when `owner` ends.
+
+    Not PR_SET_PDEATHSIG: that fires when the *thread* that started this process ends, and it does not reach
+    grandchildren.
+    """
+    try:
+        owner_fd = os.pidfd_open(owner)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise
+
+    def watch() -> None:
+        select.select([owner_fd], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="die-with-generator", daemon=True).start()
+
+
+@dataclass
+class ShmInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing to agree on beforehand: every update names its segment."""
+
+
+@dataclass
+class ShmUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Where one version lies; the payload of a `WeightUpdate` of backend `shm`."""
+
+    segment: str  # path
+    nonce: str  # of the segment's maker
+    sequence: int
+
+
+class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):  # type: ignore[misc]
+    """Loads one version from the shared segment into the engine's model."""
+
+    init_info_cls = ShmInitInfo
+    update_info_cls = ShmUpdateInfo
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._reader: SegmentReader | None = None
+
+    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        pass  # the model must stay whole until the copy is known to be (see `receive_weights`)
+
+    def finish_weight_update(self) -> None:
+        pass
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":  # the base class synchronizes always, which raises on a CPU
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: ShmUpdateInfo) -> None:
+        """Copy one version out of the segment, then load it.
+
+        Raises:
+            TornReadError: the version has been overwritten; the engine still has its old weights.
+        """
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        weights = self._attach(update_info).read(update_info.sequence)
+        # A plain load_weights would fail on a CPU, where the engine has packed its weights, and leave captured CUDA
+        # graphs with old storage: the layerwise reload rebuilds each layer and copies it into place.
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(iter(weights))
+        finalize_layerwise_reload(self.model, self.model_config)
+        _mend_tied_heads(self.model)
+
+    def shutdown(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def _attach(self, info: ShmUpdateInfo) -> SegmentReader:
+        if self._reader is None or self._reader.nonce != info.nonce:
+            self.shutdown()
+            self._reader = SegmentReader.open(info.segment)
+            if self._reader.nonce != info.nonce:
+                raise TornReadError(f"{info.segment} is now the segment of another learner")
+        return self._reader
+
+
+def _mend_tied_heads(model: torch.nn.Module) -> None:
+    """Pack a tied output head again: the reload fills its storage through the embedding and never sees the head.
+
+    Without this the CPU engine goes on with the old head, silently (log-probs off by more than 1).
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    modules = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
+    embeddings = {m.weight.data_ptr() for m in modules if not isinstance(m, ParallelLMHead)}
+    for module in modules:
+        if isinstance(module, ParallelLMHead) and module.weight.data_ptr() in embeddings:
+            module.quant_method.process_weights_after_loading(module)
