@@ -1,8 +1,8 @@
 """The schema of a run, how it is read, and the rules between settings.
 
 One msgspec schema; YAML files that hold only what differs from the defaults; dotted overrides
-(`buffer.max_staleness=8`). Reading a config imports no torch, so that a wrong key is reported in a second. Every refusal is
-a `ConfigError` that names the path, the value, the rule and the remedy.
+(`buffer.max_staleness=8`). Reading a config imports no torch, so that a wrong key is reported in a second. Every refusal
+is a `ConfigError` that names the path, the value, the rule and the remedy.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class DataConfig(_Section, frozen=True):
     answer_column: str = "answer"
     """Column of the reference answer; empty for none (reward.kind=python)."""
     template: str = "{prompt}"
-    """Prompt text: {prompt} and other columns of the row (for a reasoning-gym task, fields of its metadata) are filled in.
-    Braces are doubled to stand for themselves."""
+    """Prompt text: {prompt} and other columns of the row (for a reasoning-gym task, fields of its metadata) are filled
+    in. Braces are doubled to stand for themselves."""
     chat: bool = False
     """Put the prompt into the model's chat template, as one message of the user's."""
     max_prompt_tokens: Count = 48
@@ -198,12 +198,12 @@ class AlgorithmConfig(_Section, frozen=True):
     dual_clip: Annotated[float, Meta(ge=0)] = 0.0
     """Bound c > 1 on the loss of negative advantages; 0 turns it off."""
     proximal: Literal["bypass", "recompute"] = "recompute"
-    """Proximal policy o of the ratio exp(p - o) of ppo_clip and gspo. `recompute`: the policy at the start of the step, and
-    exp(o - mu) is the weight; with one optimizer step a batch the ratio is 1 and the weight is the whole correction.
+    """Proximal policy o of the ratio exp(p - o) of ppo_clip and gspo. `recompute`: the policy at the start of the step,
+    and exp(o - mu) is the weight; with one optimizer step a batch the ratio is 1 and the weight is the whole correction.
     `bypass`: the behaviour policy itself; the clip is the whole correction and there is no weight."""
     correction: Literal["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"] = "token_truncate"
-    """Importance weight of a token, or of the whole response for `sequence_`: truncated at `correction_cap`, or set to 0
-    outside [`correction_floor`, `correction_cap`]."""
+    """Importance weight of a token, or of the whole response for `sequence_`: truncated at `correction_cap`, or set to
+    0 outside [`correction_floor`, `correction_cap`]."""
     correction_cap: Annotated[float, Meta(gt=0)] = 2.0
     """Upper bound of the weight."""
     correction_floor: Annotated[float, Meta(ge=0)] = 0.5
@@ -320,7 +320,7 @@ def load_config(path: str | pathlib.Path | None = None, overrides: Iterable[str]
 
 
 def config_from_tree(tree: Mapping[str, Any]) -> Config:
-    """Convert nested plain data to a `Config`: types and ranges only, see `check_config` for the rules between settings."""
+    """Convert nested plain data to a `Config`: types and ranges only; `check_config` has the rules between settings."""
     _refuse_unknown_keys(tree, Config, "")
     try:
         config = msgspec.convert(tree, Config, strict=False)
@@ -446,7 +446,7 @@ def _explain(message: str, tree: Mapping[str, Any]) -> str:
     kind, default = _type_at(setting.split(".")), _default_at(setting.split("."))
     if get_origin(kind) is Literal:
         choices = [str(choice) for choice in get_args(kind)]
-        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
+        near = [choice for choice in choices if str(value) in choice] or difflib.get_close_matches(str(value), choices)
         hint = f" Did you mean {setting}={near[0]}?" if near else ""
         return f"{path} ({value!r}): must be one of {', '.join(choices)}.{hint}"
     for name, said in _TYPE_NAMES.items():

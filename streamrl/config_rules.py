@@ -1,0 +1,200 @@
+"""The rules between settings: every contradiction that can be seen in a config alone, with its remedy.
+
+Each rule is (broken, message); the message names the setting, its value, the reason and what to set instead. What needs
+the data, the model or the machine is refused where those are looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from streamrl.config import Config
+
+
+def rules(c: Config) -> Iterable[tuple[bool, str]]:
+    """Every rule, in the order in which they are checked."""
+    yield (
+        not c.run.name.strip(". ") or "/" in c.run.name,
+        f"run.name ({c.run.name!r}): names the run's directory too, so it must be a plain one. Set run.name=quickstart.",
+    )
+    a, b, d, g, m = c.algorithm, c.buffer, c.data, c.generator, c.model
+    yield (
+        a.group_size == 1 and a.advantage in ("grpo", "dr_grpo", "rloo", "maxrl"),
+        f"algorithm.group_size (1): {a.advantage} compares the responses of one prompt, so it needs at least 2. "
+        "Set algorithm.group_size=8, or algorithm.advantage=reinforce_pp.",
+    )
+    yield (
+        a.advantage == "reinforce_pp" and c.rollouts_per_step < 2,
+        "algorithm.group_size (1) * learner.groups_per_step (1): reinforce_pp normalises over the batch, and one "
+        "response has nothing to be compared with. Set algorithm.group_size=8.",
+    )
+    weighted = a.loss in ("ppo_clip", "gspo")
+    yield (
+        weighted and a.proximal == "bypass" and a.correction != "none",
+        f"algorithm.correction ({a.correction}): with algorithm.proximal=bypass the ratio of {a.loss} is already taken "
+        "against the behaviour policy; a weight would count it twice. Set algorithm.correction=none, or "
+        "algorithm.proximal=recompute.",
+    )
+    yield (
+        a.loss == "cispo" and a.correction != "none",
+        f"algorithm.correction ({a.correction}): the clipped ratio of cispo is itself the importance weight; another "
+        "would count it twice. Set algorithm.correction=none, or algorithm.loss=reinforce_is.",
+    )
+    yield (
+        weighted and a.proximal == "recompute" and a.correction == "none" and b.max_staleness > 0,
+        f"algorithm.correction (none): with algorithm.proximal=recompute the ratio of {a.loss} is 1 at the only "
+        f"optimizer step of a batch, so data up to {b.max_staleness} versions old would be trained on as if it were "
+        "fresh. Set algorithm.correction=token_truncate, or algorithm.proximal=bypass.",
+    )
+    yield (
+        a.loss == "reinforce_is" and a.correction == "none" and b.max_staleness > 0,
+        f"algorithm.correction (none): reinforce_is has no other correction, so data up to {b.max_staleness} versions "
+        "old would be trained on as if it were fresh. Set algorithm.correction=token_truncate.",
+    )
+    yield (
+        a.correction.endswith("mask") and not a.correction_floor <= 1.0 <= a.correction_cap,
+        f"algorithm.correction_floor ({a.correction_floor}), algorithm.correction_cap ({a.correction_cap}): "
+        f"{a.correction} drops weights outside them, and 1 is outside, so even fresh data would be dropped. Set "
+        "algorithm.correction_floor=0.5 algorithm.correction_cap=2.0.",
+    )
+    yield (
+        0 < a.dual_clip <= 1,
+        f"algorithm.dual_clip ({a.dual_clip}): must be above 1, since it bounds the ratio of bad responses from above. "
+        "Set algorithm.dual_clip=3.0, or 0 to turn it off.",
+    )
+    yield (
+        a.dual_clip > 0 and not weighted,
+        f"algorithm.dual_clip ({a.dual_clip}): {a.loss} has no clipped ratio for it to act on. Set "
+        "algorithm.dual_clip=0, or algorithm.loss=ppo_clip.",
+    )
+    yield (
+        b.max_staleness < c.learner.publish_interval - 1,
+        f"buffer.max_staleness ({b.max_staleness}): weights published every {c.learner.publish_interval} steps are "
+        f"already {c.learner.publish_interval - 1} steps old before the next ones, so the bound can never be met. Set "
+        f"buffer.max_staleness>={c.learner.publish_interval - 1}, or learner.publish_interval={b.max_staleness + 1}.",
+    )
+    yield (
+        b.max_times_sampled > b.max_staleness + 1,
+        f"buffer.max_times_sampled ({b.max_times_sampled}): a group is within max_staleness={b.max_staleness} for "
+        f"{b.max_staleness + 1} steps only. Set buffer.max_times_sampled<={b.max_staleness + 1}, or "
+        f"buffer.max_staleness>={b.max_times_sampled - 1}.",
+    )
+    fewest = 1 if a.advantage == "reinforce_pp" else 2
+    yield (
+        b.incomplete_groups == "min_members" and not fewest <= b.min_members <= a.group_size,
+        f"buffer.min_members ({b.min_members}): must be from {fewest} to algorithm.group_size ({a.group_size}) for "
+        f"algorithm.advantage={a.advantage}. Set buffer.min_members={max(fewest, a.group_size // 2)}.",
+    )
+    yield (
+        b.limiter == "ratio" and b.samples_per_insert > b.max_times_sampled,
+        f"buffer.samples_per_insert ({b.samples_per_insert}): a group can be sampled max_times_sampled="
+        f"{b.max_times_sampled} times at most, so the ratio can never be reached and generators would wait for ever. "
+        f"Set buffer.samples_per_insert<={b.max_times_sampled}.",
+    )
+    yield (
+        b.limiter == "ratio" and 2 * b.error_buffer < c.learner.groups_per_step + b.samples_per_insert,
+        f"buffer.error_buffer ({b.error_buffer}): one step samples learner.groups_per_step "
+        f"({c.learner.groups_per_step}) groups at once; with less room samples and inserts could block each other. Set "
+        "buffer.error_buffer>="
+        f"{(c.learner.groups_per_step + b.samples_per_insert) / 2}.",
+    )
+    yield (
+        b.limiter == "queue" and b.queue_size < c.learner.groups_per_step,
+        f"buffer.queue_size ({b.queue_size}): one step samples learner.groups_per_step ({c.learner.groups_per_step}) "
+        f"groups at once. Set buffer.queue_size>={c.learner.groups_per_step}.",
+    )
+    yield (
+        b.limiter == "queue" and b.max_times_sampled > 1,
+        f"buffer.max_times_sampled ({b.max_times_sampled}): a queue hands out each group once. Set "
+        "buffer.max_times_sampled=1, or buffer.limiter=min_size.",
+    )
+    held = max(b.min_size, c.learner.groups_per_step)
+    if b.limiter == "ratio":  # unused groups stay until they are stale
+        held += math.ceil((b.max_staleness + 2) * c.learner.groups_per_step / b.samples_per_insert)
+    yield (
+        b.max_groups < held,
+        f"buffer.max_groups ({b.max_groups}): the learner needs up to {held} groups to be held before it can sample. "
+        f"Set buffer.max_groups>={held}.",
+    )
+    group_bytes = a.group_size * m.max_length * 12  # ids, log-probs and versions, 4 bytes each
+    yield (
+        b.max_bytes < held * group_bytes,
+        f"buffer.max_bytes ({b.max_bytes}): {held} groups of algorithm.group_size={a.group_size} responses of up to "
+        f"model.max_length={m.max_length} tokens can take {held * group_bytes} bytes, and the learner may need them "
+        f"all. Set buffer.max_bytes>={held * group_bytes}.",
+    )
+    yield (
+        g.top_p != 1.0,
+        f"generator.top_p ({g.top_p}): truncated sampling makes old_log_probs differ from the learner's log-probs, "
+        "which sees all tokens. Set generator.top_p=1.0.",
+    )
+    yield (
+        g.top_k != 0,
+        f"generator.top_k ({g.top_k}): truncated sampling makes old_log_probs differ from the learner's log-probs, "
+        "which sees all tokens. Set generator.top_k=0.",
+    )
+    yield (
+        a.proximal == "bypass" and a.correction != "none",
+        f"algorithm.correction ({a.correction}): with algorithm.proximal=bypass the ratio already runs from the "
+        "behaviour policy; another weight would count it twice. Set algorithm.correction=none, or "
+        "algorithm.proximal=recompute.",
+    )
+    yield (
+        a.correction in ("token_mask", "sequence_mask") and a.correction_floor >= a.correction_cap,
+        f"algorithm.correction_floor ({a.correction_floor}): must be below algorithm.correction_cap "
+        f"({a.correction_cap}), or every weight is masked. Set algorithm.correction_floor=0.5 and "
+        "algorithm.correction_cap=2.0.",
+    )
+    yield (
+        a.dual_clip != 0 and a.dual_clip <= 1,
+        f"algorithm.dual_clip ({a.dual_clip}): must be 0 (off) or above 1, or it would cut ordinary updates. "
+        "Set algorithm.dual_clip=3.",
+    )
+    yield (
+        d.max_prompt_tokens + g.max_new_tokens > m.max_length,
+        f"model.max_length ({m.max_length}): data.max_prompt_tokens ({d.max_prompt_tokens}) + generator.max_new_tokens "
+        f"({g.max_new_tokens}) do not fit. Set model.max_length>={d.max_prompt_tokens + g.max_new_tokens}.",
+    )
+    yield (
+        c.learner.micro_batch_tokens < m.max_length,
+        f"learner.micro_batch_tokens ({c.learner.micro_batch_tokens}): one sequence may have model.max_length "
+        f"({m.max_length}) tokens and would fit in no micro-batch. Set learner.micro_batch_tokens>={m.max_length}.",
+    )
+    yield (
+        c.learner.groups_per_step < c.learner.ranks,
+        f"learner.groups_per_step ({c.learner.groups_per_step}): fewer than learner.ranks ({c.learner.ranks}), so a "
+        f"rank would never have data. Set learner.groups_per_step>={c.learner.ranks}.",
+    )
+    yield (
+        m.warm_up.hidden_size % m.warm_up.num_heads != 0,
+        f"model.warm_up.hidden_size ({m.warm_up.hidden_size}): must be a multiple of model.warm_up.num_heads "
+        f"({m.warm_up.num_heads}).",
+    )
+    yield (
+        d.source != "reasoning_gym" and not d.path,
+        f"data.path (empty): data.source={d.source} needs a file. Set data.path=FILE.",
+    )
+    yield (
+        d.source != "reasoning_gym" and c.reward.kind == "task",
+        f"reward.kind (task): data.source={d.source} has no verifier of its own. Set reward.kind=exact_match, or "
+        "reward.kind=python with reward.function=module:function.",
+    )
+    yield (
+        d.source != "reasoning_gym" and not d.answer_column and (c.reward.kind == "exact_match" or m.path == "base"),
+        "data.answer_column (empty): reward.kind=exact_match and the warm-up of model.path=base need answers. Set "
+        "data.answer_column, or reward.kind=python with a model.path of your own.",
+    )
+    yield (
+        c.reward.kind == "python" and ":" not in c.reward.function,
+        f"reward.function ({c.reward.function!r}): reward.kind=python needs `module:function`. "
+        "Set reward.function=my_module:my_reward.",
+    )
+    remote = c.tracking.mlflow_uri.startswith(("http://", "https://"))
+    yield (
+        c.tracking.mlflow_ui and remote,
+        f"tracking.mlflow_ui (true): tracking.mlflow_uri ({c.tracking.mlflow_uri}) is a server with a UI of its own. "
+        "Leave out one of the two.",
+    )
