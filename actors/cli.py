@@ -229,3 +229,7 @@ def _find_run(name: str | None) -> pathlib.Path:
         if (candidate / CONFIG_FILE).exists():
             return candidate
     raise ConfigError(f"RUN ({name}): no {CONFIG_FILE} is there. Name the directory of a run.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 """The schema of a run, how it is read, and the rules between settings.
 
 One msgspec schema; YAML files that hold only what differs from the defaults; dotted overrides
-(`buffer.max_staleness=8`). Reading a config imports no torch, so that a wrong key is reported in a second. Every refusal
+(`buffer.max_staleness=8`). Reading a config imports no torch, so that a wrong key is reported in a second. A refusal
 is a `ConfigError` that names the path, the value, the rule and the remedy.
 """
 
@@ -199,7 +199,7 @@ class AlgorithmConfig(_Section, frozen=True):
     """Bound c > 1 on the loss of negative advantages; 0 turns it off."""
     proximal: Literal["bypass", "recompute"] = "recompute"
     """Proximal policy o of the ratio exp(p - o) of ppo_clip and gspo. `recompute`: the policy at the start of the step,
-    and exp(o - mu) is the weight; with one optimizer step a batch the ratio is 1 and the weight is the whole correction.
+    and exp(o - mu) is the weight; with one optimizer step a batch the ratio is 1, the weight the whole correction.
     `bypass`: the behaviour policy itself; the clip is the whole correction and there is no weight."""
     correction: Literal["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"] = "token_truncate"
     """Importance weight of a token, or of the whole response for `sequence_`: truncated at `correction_cap`, or set to

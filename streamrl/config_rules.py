@@ -18,7 +18,7 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
     """Every rule, in the order in which they are checked."""
     yield (
         not c.run.name.strip(". ") or "/" in c.run.name,
-        f"run.name ({c.run.name!r}): names the run's directory too, so it must be a plain one. Set run.name=quickstart.",
+        f"run.name ({c.run.name!r}): names the run's directory too, so it must be plain. Set run.name=quickstart.",
     )
     a, b, d, g, m = c.algorithm, c.buffer, c.data, c.generator, c.model
     yield (
