@@ -60,7 +60,7 @@ class Engine:
         self._model_path = model_path
         self._llm: Any = None
         self._processes: list[psutil.Process] = []
-        self._unstarted: set[str] = set()
+        self._requests: dict[str, bool] = {}  # of `generate`: whether the first token is there
         self._reserved_tokens = 0
         self._death: asyncio.Future[None] | None = None
 
@@ -166,15 +166,15 @@ class Engine:
         output: Any = None
         first_token_at = 0.0
         longest = len(prompt_ids) + max_tokens
-        self._unstarted.add(request_id)
+        self._requests[request_id] = False
         self._reserved_tokens += longest
         try:
             async for output in self._outputs(prompt_ids, params, request_id, salt):
-                if request_id in self._unstarted and output.outputs[0].token_ids:
-                    self._unstarted.discard(request_id)
+                if output.outputs[0].token_ids and not self._requests[request_id]:
+                    self._requests[request_id] = True
                     first_token_at = asyncio.get_running_loop().time()
         finally:
-            self._unstarted.discard(request_id)
+            del self._requests[request_id]
             self._reserved_tokens -= longest
         answer = output.outputs[0]
         return Completion(
@@ -204,14 +204,13 @@ class Engine:
         answers = await asyncio.gather(*(one(i, sequence) for i, sequence in enumerate(sequences)))
         return [value for answer in answers for value in answer]
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests where they are; their completions have finish_reason `abort`."""
-        await self._llm.abort(list(request_ids))
-
     async def abort_unstarted(self) -> None:
-        """Abort every request that has not sampled a token yet."""
-        if self._unstarted:
-            await self.abort(sorted(self._unstarted))
+        """End every request of `generate` that has no token yet; its completion has finish_reason `abort`."""
+        await self._llm.abort([name for name, started in self._requests.items() if not started])
+
+    async def abort_all(self) -> None:
+        """End every request of `generate` where it is."""
+        await self._llm.abort(list(self._requests))
 
     async def _outputs(self, token_ids: Sequence[int], params: Any, request_id: str, salt: str) -> Any:
         from vllm.inputs.engine import tokens_input

@@ -14,7 +14,7 @@ Invariants:
 - The seed of a request depends on (run seed, uid, member, attempt) and on nothing else.
 
 Waits: for a lease (the buffer ends it), for engine steps (vLLM), for a verdict of the gate (the probe, within
-weight_sync.timeout_s), for a reward (its time limit), for the next weight update (the learner). `stop` ends them all.
+weight_sync.timeout_s), for a reward (its time limit), for a weight update (`WeightFollower`). `stop` ends them all.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from buffers.client import GeneratorClient
 
+from actors.busy_meter import BusyMeter
 from actors.engine import Completion, Engine, EngineFailure
 from actors.rewards import RewardWorker
-from actors.version_gate import VersionGate
+from actors.weight_follower import WeightFollower
+from buffers.client import GeneratorClient
 from streamrl.config import Config
 from streamrl.errors import ClosedError, ProcessDiedError, RewardError, StreamrlError, WeightSyncError
 from streamrl.records import (
@@ -43,14 +44,12 @@ from streamrl.records import (
     Rollout,
     RolloutTimings,
     Wait,
-    WeightAck,
     WeightUpdate,
 )
 from streamrl.transport import CurveKeys
-from streamrl.weight_sync.channel import ProbeSet, WeightSubscriber
 
 _FLUSH_S = 2.0  # for finished rollouts to reach the buffer in `stop`
-_FAIL_S = 5.0  # for the members of refuted weights to be reported
+_DRAIN_S = 2.0  # for the members of refused weights to be reported as failed
 
 
 class UnprovenWeights(StreamrlError):
@@ -66,17 +65,15 @@ class Generator:
         self._model_path = model_path
         self._curve = curve
         self._engine = Engine(config, model_path=model_path)
+        self._meter = BusyMeter()
+        self._weights = WeightFollower(config, name=self.name, engine=self._engine, meter=self._meter)
+        self._gate = self._weights.gate
         self._rewards = RewardWorker(config)
-        self._gate = VersionGate()
         self._tokenizer: Any = None
         self._stop_ids: list[int] = []
         self._client: GeneratorClient | None = None
-        self._subscriber: WeightSubscriber | None = None
-        self._probe = ProbeSet([])
         self._broken: asyncio.Future[None] | None = None
         self._stopped = asyncio.Event()
-        self._open = asyncio.Event()  # requests may enter the engine
-        self._refused = False  # the weights in the engine are wrong for good
         self._wanted = asyncio.Event()  # there may be room for more members
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
         self._granted = 0  # credit given to the buffer, not yet leased
@@ -84,9 +81,6 @@ class Generator:
         self._scoring = 0
         self._evaluations = asyncio.Semaphore(config.generator.concurrency)
         self._request_numbers = itertools.count()
-        self._meter = _Meter()
-        self._last_sync: WeightAck | None = None
-        self._syncs = 0
         self._tokens = self._finished = self._failed = 0
         self._wait: Wait | None = None
 
@@ -108,20 +102,12 @@ class Generator:
             DeadlineExceededError: one of them did not answer within weight_sync.timeout_s.
             WeightSyncError: the first weights could not be proven.
         """
-        limit = self._config.weight_sync.timeout_s
         self._broken = asyncio.get_running_loop().create_future()
         self._client = GeneratorClient(buffer_address, name=self.name, curve=self._curve)
-        self._subscriber = WeightSubscriber(weight_address, name=self.name, curve=self._curve)
-        self._probe = await self._subscriber.connect(timeout_s=limit)
-        await self._client.connect(timeout_s=limit)
+        await self._client.connect(timeout_s=self._config.weight_sync.timeout_s)
         self._wait_for("the first weights", "learner-0")
-        while self._gate.proven_version is None:
-            try:
-                update = await asyncio.wait_for(self._subscriber.next(), limit)
-            except TimeoutError:
-                raise WeightSyncError(f"{self.name}: no weights were published within {limit:g} s") from None
-            if update.incarnation >= incarnation:
-                await self._apply(update)
+        await self._weights.connect(weight_address, curve=self._curve)
+        await self._weights.first(self._report, incarnation=incarnation)
         self._wait = None
 
     async def run(self) -> None:
@@ -132,7 +118,7 @@ class Generator:
         self._wait_for("a lease", "buffer")
         loops: list[asyncio.Task[None]] = [
             asyncio.create_task(work())
-            for work in (self._take_leases, self._take_cancels, self._grant, self._follow_weights, self._engine.died)
+            for work in (self._take_leases, self._take_cancels, self._grant, self._follow, self._engine.died)
         ]
         stopped = asyncio.create_task(self._stopped.wait())
         ends: list[asyncio.Future[Any]] = [*loops, stopped, self._broken]
@@ -145,6 +131,9 @@ class Generator:
                     end.result()
                 except ClosedError:
                     continue  # the other side has ended in good order
+                except WeightSyncError:
+                    await self._drain()
+                    raise
                 except ProcessDiedError as error:
                     raise ProcessDiedError(f"{self.name}: {error}") from error
         finally:
@@ -159,12 +148,22 @@ class Generator:
         for task in members:
             task.cancel()
         await asyncio.gather(*members, return_exceptions=True)
-        self._gate.close()
         if self._client is not None:
             await self._client.close(timeout_s=_FLUSH_S)
-        if self._subscriber is not None:
-            await self._subscriber.close()
-        await asyncio.gather(self._rewards.close(), self._engine.stop())
+        await asyncio.gather(self._weights.close(), self._rewards.close(), self._engine.stop())
+
+    async def _drain(self) -> None:
+        """After refused weights: give every member a moment to be reported as failed."""
+        members = [task for tasks in self._tasks.values() for task in tasks]
+        if members:
+            await asyncio.wait(members, timeout=_DRAIN_S)
+
+    async def _follow(self) -> None:
+        await self._weights.follow(self._report)
+
+    async def _report(self, update: WeightUpdate) -> None:
+        assert self._client is not None
+        await self._client.report_version(incarnation=update.incarnation, policy_version=update.policy_version)
 
     async def status(self) -> GeneratorStatus:
         """What can be said without asking anyone."""
@@ -182,8 +181,8 @@ class Generator:
             busy_s=self._meter.busy_s,
             uptime_s=self._meter.uptime_s,
             kv_usage=self._engine.kv_usage,
-            last_sync=self._last_sync,
-            syncs=self._syncs,
+            last_sync=self._weights.last_sync,
+            syncs=self._weights.syncs,
             wait=self._wait,
         )
 
@@ -197,7 +196,7 @@ class Generator:
             await self._wanted.wait()
             self._wanted.clear()
             room = concurrency - self._running - self._granted
-            if room > 0 and self._scoring < concurrency and not self._refused:
+            if room > 0 and self._scoring < concurrency and not self._weights.refused:
                 self._granted += room
                 await self._client.request(room)
 
@@ -208,9 +207,10 @@ class Generator:
             self._granted -= len(lease.members)
             self._count(running=len(lease.members))
             for member, attempt in zip(lease.members, lease.attempts, strict=True):
-                task = asyncio.create_task(self._serve(lease, prompt_ids, member, attempt))
+                seat = _Seat(self)
+                task = asyncio.create_task(self._serve(lease, prompt_ids, member, attempt, seat))
                 self._tasks.setdefault(lease.uid, set()).add(task)
-                task.add_done_callback(functools.partial(self._on_served, lease.uid))
+                task.add_done_callback(functools.partial(self._on_served, lease.uid, seat))
 
     async def _take_cancels(self) -> None:
         assert self._client is not None
@@ -218,7 +218,8 @@ class Generator:
             for task in self._tasks.get(await self._client.next_cancel(), ()):
                 task.cancel()
 
-    def _on_served(self, uid: str, task: asyncio.Task[None]) -> None:
+    def _on_served(self, uid: str, seat: _Seat, task: asyncio.Task[None]) -> None:
+        seat.leave()
         self._tasks[uid].discard(task)
         if not self._tasks[uid]:
             del self._tasks[uid]
@@ -229,20 +230,18 @@ class Generator:
         if self._broken is not None and not self._broken.done():
             self._broken.set_exception(error)
 
-    async def _serve(self, lease: Lease, prompt_ids: IntArray, member: int, attempt: int) -> None:
+    async def _serve(self, lease: Lease, prompt_ids: IntArray, member: int, attempt: int, seat: _Seat) -> None:
         """One member, from its lease to a rollout or a failure."""
         assert self._client is not None
         leased_at = time.monotonic()
         try:
-            try:
-                completion = await self._complete(
-                    prompt_ids.tolist(),
-                    key=f"{lease.uid}/{member}/{attempt}",
-                    temperature=self._config.generator.temperature,
-                    seed=_seed(self._config.run.seed, lease.uid, member, attempt),
-                )
-            finally:
-                self._count(running=-1)
+            completion = await self._complete(
+                prompt_ids.tolist(),
+                key=f"{lease.uid}/{member}/{attempt}",
+                temperature=self._config.generator.temperature,
+                seed=_seed(self._config.run.seed, lease.uid, member, attempt),
+            )
+            seat.leave()
             sampled_at = time.monotonic()
             self._count(scoring=1)
             try:
@@ -295,8 +294,8 @@ class Generator:
         """
         limit = min(self._config.generator.max_new_tokens, self._config.model.max_length - len(prompt_ids))
         while True:
-            await self._open.wait()
-            if self._refused:
+            await self._weights.open.wait()
+            if self._weights.refused:
                 raise UnprovenWeights("the engine's weights are not the learner's")
             label = self._gate.label
             completion = await self._engine.generate(
@@ -310,121 +309,13 @@ class Generator:
             )
             if completion.finish_reason == "abort":
                 continue
-            # The engine may have scheduled it between the look at `_unstarted` and the pause.
+            # Else its first token was on the way when the unstarted requests were aborted.
             if completion.labels[0] == label:
                 return completion
 
     async def _require_proven(self, completion: Completion) -> None:
         if not await self._gate.proven(completion.labels):
             raise UnprovenWeights(f"sampled by {', '.join(completion.labels)}, of which one was refuted by the probe")
-
-    # -- weights -------------------------------------------------------------------------------------------------
-
-    async def _follow_weights(self) -> None:
-        assert self._subscriber is not None
-        while True:
-            await self._apply(await self._subscriber.next())
-
-    async def _apply(self, update: WeightUpdate) -> None:
-        """Load and prove one version; skip it when it is overwritten meanwhile, since a newer one is then out."""
-        limit = self._config.weight_sync.timeout_s
-        try:
-            async with asyncio.timeout(limit):
-                await self._load_and_prove(update)
-        except TimeoutError:
-            raise WeightSyncError(
-                f"{self.name}: version {update.policy_version} was not loaded and proven within "
-                f"weight_sync.timeout_s ({limit:g} s)"
-            ) from None
-
-    async def _load_and_prove(self, update: WeightUpdate) -> None:
-        assert self._subscriber is not None and self._client is not None
-        pause_s = transfer_s = probe_s = 0.0
-        difference = float("inf")
-        for _ in range(2):
-            label = self._gate.begin(update.incarnation, update.policy_version)
-            began = time.perf_counter()
-            if not await self._load(update, label):
-                self._gate.refute(label)
-                return
-            loaded = time.perf_counter()
-            transfer_s += self._meter.last_load_s
-            pause_s += loaded - began
-            difference = await self._probe_difference(update, label)
-            probe_s += time.perf_counter() - loaded
-            if difference <= self._tolerance:
-                break
-            self._gate.refute(label)
-        proven = difference <= self._tolerance
-        reason = "" if proven else f"probe differs by {difference:.3g}, tolerance {self._tolerance:.3g}"
-        ack = WeightAck(
-            generator=self.name,
-            incarnation=update.incarnation,
-            policy_version=update.policy_version,
-            ok=proven,
-            reason=reason,
-            pause_s=pause_s,
-            transfer_s=transfer_s,
-            probe_s=probe_s,
-            total_s=time.time() - update.published_at,
-            num_bytes=self._subscriber.num_bytes,
-            probe_max_diff=difference,
-        )
-        self._last_sync = ack
-        self._syncs += 1
-        if proven:
-            self._gate.prove(label)
-            await self._client.report_version(incarnation=update.incarnation, policy_version=update.policy_version)
-        await self._subscriber.acknowledge(ack)
-        if not proven:
-            await self._refuse()
-            raise WeightSyncError(f"{self.name}: version {update.policy_version} loaded twice, and its {reason}")
-
-    async def _load(self, update: WeightUpdate, label: str) -> bool:
-        """Change the engine's weights under the running requests. False: it is overwritten, and nothing changed."""
-        assert self._subscriber is not None
-        if not self._subscriber.holds(update):
-            return False
-        self._open.clear()
-        self._meter.pause()
-        await self._engine.pause()
-        try:
-            await self._engine.abort_unstarted()
-            began = time.perf_counter()
-            try:
-                await self._engine.load(update.payload, label=label)
-            except Exception as error:  # vLLM passes a worker's error on as a bare Exception
-                if self._subscriber.holds(update):
-                    raise WeightSyncError(
-                        f"{self.name}: version {update.policy_version} did not load: {error}"
-                    ) from error
-                return False
-            self._meter.last_load_s = time.perf_counter() - began
-            self._gate.loaded(label)
-        finally:
-            await self._engine.resume()
-            self._meter.resume()
-            self._open.set()
-        return True
-
-    async def _probe_difference(self, update: WeightUpdate, label: str) -> float:
-        """Largest |log-prob difference| to the learner over the probe's tokens; inf if one is not a number."""
-        scores = await self._engine.score(self._probe.sequences, request_id=f"probe-{label}")
-        expected = np.array(update.probe_log_probs)
-        difference = np.abs(np.array(scores) - expected) if len(scores) == len(expected) else np.array([np.inf])
-        return float(np.nan_to_num(difference, nan=np.inf, posinf=np.inf).max(initial=0.0))
-
-    async def _refuse(self) -> None:
-        """Stop serving: members that the refuted weights have touched fail, and so do those that have not begun."""
-        self._refused = True
-        members = [task for tasks in self._tasks.values() for task in tasks]
-        if members:
-            await asyncio.wait(members, timeout=_FAIL_S)
-
-    @property
-    def _tolerance(self) -> float:
-        chosen = self._config.weight_sync.probe_tolerance
-        return chosen or (1e-3 if self._config.model.dtype == "float32" else 0.1)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
@@ -488,46 +379,16 @@ class Generator:
         self._wait = Wait(waiter=self.name, waiting_for=what, owner=owner, since=time.time())
 
 
-class _Meter:
-    """Busy and serving time: busy is with members in the engine and generation not paused."""
+class _Seat:
+    """A member's place in the engine, left once: by the member, or by the end of its task if that never began."""
 
-    def __init__(self) -> None:
-        self._began = 0.0
-        self._busy_s = 0.0
-        self._occupied = False
-        self._paused = False
-        self._mark = 0.0
-        self.last_load_s = 0.0
+    def __init__(self, generator: Generator) -> None:
+        self._generator: Generator | None = generator
 
-    def begin(self) -> None:
-        self._began = self._mark = time.monotonic()
-
-    def occupy(self, occupied: bool) -> None:
-        self._settle()
-        self._occupied = occupied
-
-    def pause(self) -> None:
-        self._settle()
-        self._paused = True
-
-    def resume(self) -> None:
-        self._settle()
-        self._paused = False
-
-    @property
-    def busy_s(self) -> float:
-        self._settle()
-        return self._busy_s
-
-    @property
-    def uptime_s(self) -> float:
-        return time.monotonic() - self._began if self._began else 0.0
-
-    def _settle(self) -> None:
-        now = time.monotonic()
-        if self._began and self._occupied and not self._paused:
-            self._busy_s += now - self._mark
-        self._mark = now
+    def leave(self) -> None:
+        if self._generator is not None:
+            self._generator._count(running=-1)
+            self._generator = None
 
 
 def _seed(run_seed: int, uid: str, member: int, attempt: int) -> int:

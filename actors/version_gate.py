@@ -40,7 +40,7 @@ class VersionGate:
         self.label = ""
         """The label of the weights in the engine, proven or not; empty before the first load."""
         self.proven_version: LoadedVersion | None = None
-        """The newest proven one that is still in the engine."""
+        """The last one that was proven, if any; the engine may hold a newer one, still pending."""
 
     def begin(self, incarnation: int, policy_version: int) -> str:
         """A new pending label for weights that are about to be loaded; it becomes `label` by `loaded`."""
@@ -52,12 +52,10 @@ class VersionGate:
     def loaded(self, label: str) -> None:
         """The engine's weights are now the ones of `label`, still pending."""
         self.label = label
-        self.proven_version = None
 
     def prove(self, label: str) -> None:
         self._entries[label].verdict.set_result(True)
-        if label == self.label:
-            self.proven_version = self._entries[label].version
+        self.proven_version = self._entries[label].version
 
     def refute(self, label: str) -> None:
         self._entries[label].verdict.set_result(False)
