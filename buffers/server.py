@@ -1,0 +1,401 @@
+"""The buffer process: leases to generators, rollouts into the ReplayBuffer, shards to learner ranks.
+
+    PromptSource --next--> LeaseBook --Lease--> generator --Rollout, Failure--> ReplayBuffer --ShardHead, groups--> rank
+                              ^  |                ^  |                              |
+                              |  +-----Cancel-----+  +--Request (credit)            +--Ack--> generator
+                              +--- members that failed, were lost with their generator, or never arrived
+
+Everything happens in reaction to a message, a group deadline or `stop`; there is no polling. After each event, in this
+order: waiting ranks are served if the batch is complete, then credit is turned into leases as far as admission allows.
+A new group needs room by `ReplayBuffer.stats().capacity` (admission and bytes) and a generator that has proven
+weights of version >= v - S, else its rollouts would be born stale; it goes out whole if some credit lets it.
+
+Waits: `run` waits for the next message or group deadline; peers, the clock or `stop` end it. Nothing else waits: sends
+never do (streamrl/transport.py), so one event is handled to its end before the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from buffers.leases import LeaseBook
+from buffers.replay import ReplayBuffer
+from buffers.shards import Shard, cut
+from streamrl import wire
+from streamrl.config import Config
+from streamrl.errors import ClosedError, ConfigError, DeadlineExceededError
+from streamrl.records import BufferStats, Failure, Prompt, Wait
+from streamrl.transport import HEARTBEAT_S, PEER_TIMEOUT_S, CurveKeys, Listener, Message
+
+WINDOW_ROLLOUTS = 1024  # what one generator may have sent without an acknowledgement
+WINDOW_BYTES = 64 << 20
+
+logger = logging.getLogger(__name__)
+
+
+class PromptSource(Protocol):
+    """Which prompt next. Not thread-safe: one owner, the buffer server."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether `next` gives None from now on."""
+
+    def next(self) -> Prompt | None:
+        """The next prompt instance, or None at the end of the data."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(slots=True)
+class _Generator:
+    name: str
+    credit: int  # members asked for and not leased yet
+    policy_version: int  # proven; -1 before the first report
+    idle_since: float = 0.0  # unix time since which its credit has been waiting; 0 if it is not
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A rank's open request for its shard."""
+
+    peer: str
+    request: int
+    policy_version: int
+    since: float  # unix time
+
+
+class BufferServer:
+    """See the module docstring.
+
+    Args:
+        source: where prompts come from; the server owns it.
+        bind: address to listen on; another than loopback needs `curve`.
+        buffer, leases: carried over from a server that was lost; by default new ones.
+        peer_timeout_s: silence after which a generator's members are leased to others.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        source: PromptSource,
+        *,
+        bind: str = "tcp://127.0.0.1:0",
+        curve: CurveKeys | None = None,
+        buffer: ReplayBuffer | None = None,
+        leases: LeaseBook | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
+        peer_timeout_s: float = PEER_TIMEOUT_S,
+    ) -> None:
+        self._config = config
+        self._source = source
+        self.buffer = buffer or ReplayBuffer(
+            config.buffer,
+            group_size=config.algorithm.group_size,
+            groups_per_step=config.learner.groups_per_step,
+            issued_only=True,
+            seed=config.run.seed,
+        )
+        self.leases = leases or LeaseBook()
+        self._listener = Listener(
+            bind=bind, curve=curve, welcome=self._welcome, heartbeat_s=heartbeat_s, peer_timeout_s=peer_timeout_s
+        )
+        self._peer_timeout_s = peer_timeout_s
+        self._generators: dict[str, _Generator] = {}
+        self._ranks: dict[str, int] = {}  # peer -> rank
+        self._waiting: dict[int, _Waiting] = {}  # by rank
+        self._cut: tuple[int, list[Shard]] | None = None  # policy_version and the shard of each rank
+        self._malformed: collections.Counter[str] = collections.Counter()  # by peer
+        self._ended: str | None = None
+
+    async def start(self) -> str:
+        """Returns the address that clients connect to."""
+        return await self._listener.start()
+
+    async def run(self) -> None:
+        """Serve until `stop`.
+
+        Raises:
+            StaleRolloutError: the bound is broken; the run must end.
+        """
+        absent_at = time.monotonic() + self._peer_timeout_s if self.leases.holders else None
+        while self._ended is None:
+            deadlines = [d for d in (self.buffer.next_deadline(), absent_at) if d is not None]
+            wait_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+            try:
+                async with asyncio.timeout(wait_s):
+                    message = await self._listener.receive()
+            except TimeoutError:
+                await self._close_groups(self.buffer.expire())
+                if absent_at is not None and time.monotonic() >= absent_at:
+                    absent_at = None
+                    for name in set(self.leases.holders) - set(self._generators):
+                        await self._leave(name, "it did not come back to the new server")
+            except ClosedError:
+                return
+            else:
+                await self._handle(message)
+            await self._serve_ranks()
+            await self._dispatch()
+
+    async def stats(self) -> BufferStats:
+        """The ledger, and who waits for whom."""
+        stats = self.buffer.stats()
+        rejected = dict(stats.rejected_rollouts)
+        malformed = sum(self._malformed.values()) + self._listener.stats.malformed
+        if malformed:
+            rejected["malformed"] = rejected.get("malformed", 0) + malformed
+        return msgspec.structs.replace(stats, rejected_rollouts=rejected, waits=self._waits(stats))
+
+    async def stop(self, *, reason: str, final_version: int) -> BufferStats:
+        """End the run: undo the use of a batch that the learner did not finish (`final_version` is its last version),
+        discard what is in flight, tell every client, free the socket. Returns the final ledger. Bounded."""
+        if self._ended is None:
+            self._ended = reason
+            if self._cut is not None and self._cut[0] >= final_version:
+                self.buffer.rollback(final_version)
+            elif final_version > self.buffer.stats().policy_version:
+                self.buffer.advance(final_version)
+            self.buffer.discard_in_flight(reason)
+            for peer in [*self._generators, *self._ranks]:
+                await self._send(peer, wire.End(reason=reason))
+            await self._listener.close(reason=reason)
+            self.buffer.close()
+        return await self.stats()
+
+    # -- peers --
+
+    def _welcome(self, name: str, payload: bytes) -> bytes:
+        hello, _ = wire.HELLO_TO_BUFFER.unpack([payload])
+        if isinstance(hello, wire.GeneratorHello):
+            welcome = wire.GeneratorWelcome(window_rollouts=WINDOW_ROLLOUTS, window_bytes=WINDOW_BYTES)
+            return bytes(wire.pack(welcome)[0])
+        ranks = self._config.learner.ranks
+        if hello.world_size != ranks or hello.rank >= ranks:
+            raise ConfigError(f"rank {hello.rank} of {hello.world_size}: this run has learner.ranks={ranks}")
+        return b""
+
+    async def _handle(self, message: Message) -> None:
+        peer = message.peer
+        if message.kind == "joined":
+            await self._join(peer, message.frames[0])
+            return
+        if message.kind == "left":
+            await self._leave(peer, message.reason)
+            return
+        try:
+            body, arrays = wire.TO_BUFFER.unpack(message.frames)
+        except wire.FrameError as error:
+            self._count_malformed(peer, error)
+            return
+        if peer in self._generators:
+            await self._handle_generator(self._generators[peer], body, arrays)
+        else:
+            await self._handle_rank(peer, self._ranks[peer], body)
+
+    async def _join(self, peer: str, payload: bytes) -> None:
+        hello, _ = wire.HELLO_TO_BUFFER.unpack([payload])
+        if isinstance(hello, wire.LearnerHello):
+            self._ranks[peer] = hello.rank
+            return
+        self._generators[peer] = _Generator(peer, hello.credit, hello.policy_version)
+        for uid in self.leases.reconcile(peer, hello.held):
+            await self._send(peer, wire.Cancel(uid=uid))
+
+    async def _leave(self, peer: str, reason: str) -> None:
+        """What it held is generated by others."""
+        self._ranks.pop(peer, None)
+        self._generators.pop(peer, None)
+        held = self.leases.held_by(peer)
+        if held:
+            logger.warning("%s left with %d members, which others generate now: %s", peer, len(held), reason)
+        for uid, member, attempt in held:
+            if self.leases.is_current(uid, member, attempt):
+                await self._fail(Failure(uid=uid, member=member, attempt=attempt, reason="generator_lost"))
+
+    def _count_malformed(self, peer: str, error: wire.FrameError) -> None:
+        self._malformed[peer] += 1
+        if self._malformed[peer] == 1:
+            logger.warning("dropped a message of %s: %s; further ones are only counted", peer, error)
+
+    # -- generators --
+
+    async def _handle_generator(self, generator: _Generator, body: Any, arrays: list[wire.Array]) -> None:
+        match body:
+            case wire.RolloutMessage():
+                await self._insert(generator, body, arrays)
+            case Failure():
+                await self._fail(body)
+                await self._acknowledge(generator, (body.uid, body.member, body.attempt), "failed", body.reason)
+            case wire.Request():
+                generator.credit += body.num_members
+            case wire.Report():
+                generator.policy_version = body.policy_version
+            case _:
+                self._count_malformed(generator.name, wire.FrameError("kind", f"{type(body).__name__} of a generator"))
+
+    async def _insert(self, generator: _Generator, body: wire.RolloutMessage, arrays: list[wire.Array]) -> None:
+        key = uid, member, attempt = body.head.uid, body.head.member, body.head.attempt
+        try:
+            outcome = self.buffer.insert(wire.rollout_from(body, arrays))
+        except wire.FrameError as error:
+            self._count_malformed(generator.name, error)
+            status, reason, group_discarded = "rejected", "malformed", False
+        else:
+            status, reason, group_discarded = outcome.status, outcome.reason, outcome.group_discarded
+        if group_discarded:
+            await self._close_groups([uid])
+        elif status == "accepted":
+            self.leases.settle(uid, member)
+        elif status == "rejected" and self.leases.is_current(uid, member, attempt):
+            await self._fail(Failure(uid=uid, member=member, attempt=attempt, reason=reason))
+        await self._acknowledge(generator, key, status, reason)
+
+    async def _acknowledge(self, generator: _Generator, key: tuple[str, int, int], status: str, reason: str) -> None:
+        ack = wire.Ack(uid=key[0], member=key[1], attempt=key[2], status=status, reason=reason)
+        await self._send(generator.name, ack)
+
+    async def _fail(self, failure: Failure) -> None:
+        decision = self.buffer.fail(failure)
+        if decision.action == "refill":
+            self.leases.refill(failure.uid, failure.member, decision.attempt)
+        elif decision.action in ("wait", "given_up"):
+            self.leases.settle(failure.uid, failure.member)
+        elif decision.action == "discarded":
+            await self._close_groups([failure.uid])
+
+    async def _close_groups(self, uids: Iterable[str]) -> None:
+        """Nothing of these groups is wanted any more."""
+        for uid in uids:
+            for generator in self.leases.close(uid):
+                await self._send(generator, wire.Cancel(uid=uid))
+
+    async def _dispatch(self) -> None:
+        """Turn credit into leases: refills to anyone, new groups whole. Nothing more happens until the next event."""
+        if not any(g.credit for g in self._generators.values()):
+            return
+        oldest = self.buffer.stats().policy_version - self._config.buffer.max_staleness
+        while True:
+            ready = [g for g in self._generators.values() if g.credit and g.policy_version >= max(0, oldest)]
+            if not self.leases.has_pending:
+                ready = [g for g in ready if self._could_take_a_group(g)]
+                if not ready or not self._open_group():
+                    break
+            if not ready:
+                break
+            generator = max(ready, key=lambda g: g.credit)
+            leased = self.leases.take(generator.name, generator.credit)
+            assert leased is not None
+            lease, prompt_ids = leased
+            if await self._listener.send(generator.name, wire.encode_lease(lease, prompt_ids)):
+                generator.credit -= len(lease.members)
+            else:  # its link is down; its next hello says its credit again
+                generator.credit = 0
+                for member, attempt in zip(lease.members, lease.attempts, strict=True):
+                    self.leases.refill(lease.uid, member, attempt)
+        for generator in self._generators.values():
+            idle = generator.credit > 0 and self._could_take_a_group(generator)
+            generator.idle_since = (generator.idle_since or time.time()) if idle else 0.0
+
+    def _could_take_a_group(self, generator: _Generator) -> bool:
+        """All of it, or part of it if its credit cannot grow any further."""
+        return generator.credit >= self._config.algorithm.group_size or not self.leases.num_held(generator.name)
+
+    def _open_group(self) -> bool:
+        if self._source.exhausted or self.buffer.stats().capacity < 1:
+            return False
+        prompt = self._source.next()
+        if prompt is None:
+            return False
+        self.buffer.issue(prompt.uid)
+        self.leases.open(prompt, group_size=self._config.algorithm.group_size)
+        return True
+
+    # -- learner ranks --
+
+    async def _handle_rank(self, peer: str, rank: int, body: Any) -> None:
+        match body:
+            case wire.Sample(policy_version=version) | wire.Advance(policy_version=version):
+                current = self.buffer.stats().policy_version
+                if version < current:
+                    detail = f"version {version} is below the buffer's ({current})"
+                    await self._send(peer, wire.Answer(request=body.request, status="refused", detail=detail))
+                    return
+                await self._close_groups(self.buffer.advance(version))
+                if isinstance(body, wire.Sample):
+                    self._waiting[rank] = _Waiting(peer, body.request, version, time.time())
+                    return
+                if body.commit:
+                    self.buffer.commit(version)
+                await self._send(peer, wire.Answer(request=body.request, status="done"))
+            case _:
+                self._count_malformed(peer, wire.FrameError("kind", f"{type(body).__name__} of a learner rank"))
+
+    async def _serve_ranks(self) -> None:
+        """Answer the ranks that wait, if their batch is there or can never be."""
+        if not self._waiting:
+            return
+        version = max(waiting.policy_version for waiting in self._waiting.values())
+        if self._cut is None or self._cut[0] != version:
+            try:
+                groups = self.buffer.sample(self._config.learner.groups_per_step, policy_version=version, timeout_s=0.0)
+            except DeadlineExceededError:
+                if self._is_out_of_data():
+                    for waiting in self._waiting.values():
+                        await self._send(waiting.peer, wire.Answer(request=waiting.request, status="end"))
+                    self._waiting.clear()
+                return
+            self._cut = version, cut(groups, self._config.learner.ranks)
+        for rank, waiting in list(self._waiting.items()):
+            if waiting.policy_version == version:
+                del self._waiting[rank]
+                await self._send_shard(waiting, self._cut[1][rank])
+
+    async def _send_shard(self, waiting: _Waiting, shard: Shard) -> None:
+        head = wire.ShardHead(
+            request=waiting.request,
+            num_shard_groups=len(shard.groups),
+            num_groups=shard.num_groups,
+            num_rollouts=shard.num_rollouts,
+            num_tokens=shard.num_tokens,
+            num_response_tokens=shard.num_response_tokens,
+        )
+        await self._send(waiting.peer, head)
+        for group in shard.groups:
+            await self._listener.send(waiting.peer, wire.encode_group(group, request=waiting.request))
+
+    def _is_out_of_data(self) -> bool:
+        stats = self.buffer.stats()
+        enough = stats.in_flight + stats.buffered >= self._config.learner.groups_per_step
+        return self._source.exhausted and not (stats.in_flight and enough)
+
+    def _waits(self, stats: BufferStats) -> list[Wait]:
+        missing = max(1, self._config.learner.groups_per_step - stats.buffered)
+        waits = [
+            Wait(waiter=w.peer, waiting_for=f"{missing} more groups", owner="generators", since=w.since)
+            for w in self._waiting.values()
+        ]
+        oldest = max(0, stats.policy_version - stats.max_staleness)
+        for g in self._generators.values():
+            if g.idle_since:
+                if g.policy_version < oldest:
+                    what, owner = f"weights of version {oldest} or newer", "learner"
+                elif self._source.exhausted:
+                    what, owner = "the end of the run: there are no more prompts", "learner"
+                else:
+                    what, owner = f"admission: {stats.capacity} groups may be started", "learner"
+                waits.append(Wait(waiter=g.name, waiting_for=what, owner=owner, since=g.idle_since))
+        return waits
+
+    async def _send(self, peer: str, message: msgspec.Struct) -> None:
+        """A message that is lost with its session is made good by the next hello, or sent again on request."""
+        await self._listener.send(peer, wire.pack(message))
