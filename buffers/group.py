@@ -2,72 +2,95 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from buffers.ledger import State
+from buffers.outcomes import OpenGroup
 from streamrl.records import Rollout, RolloutGroup
 
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """Mutable; owned by the buffer and covered by its lock.
+    """Mutable; owned by the shelf and covered by the buffer's lock.
 
-    Example: Group(uid="0-000017", index=17, issued_at=3.2, members=[Rollout(...), None], attempts=[0, 1], lengths=[2, 0]): member 1
-    failed once and is being generated again.
+    Example: Group(uid="0-000017", index=17, issued_at=3.2, members=[Rollout(...), None], attempts=[0, 1],
+    lengths=[2, 0], ...): member 1 failed once and is being generated again.
     """
 
     uid: str
     index: int  # order of issue
     issued_at: float  # the buffer's clock
-    members: list[Rollout | None]  # [n]
+    members: list[Rollout | None]  # [n]; all None while only the journal holds them
     attempts: list[int]  # [n] newest attempt known of each member
     lengths: list[int]  # [n] response tokens; 0 while missing
     state: State = "in_flight"
+    note: bytes = b""  # the issuer's own, e.g. the prompt
     given_up: set[int] = field(default_factory=set)  # failed members that are not generated again
+    unused: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (member, response tokens) that arrived and was not taken
     num_bytes: int = 0
-    min_version: int | None = None  # oldest token version; None before the first member
+    min_version: int = -1  # oldest token version; -1 before the first member
     order: int = -1  # order of completion
     uses: list[int] = field(default_factory=list)  # policy versions that sampled it, ascending
-    late: int = 0  # bit m: member m arrived after the group was complete without it
+    probability: float = 1.0  # of the last draw
     share: float = 0.0  # what the limiter was given back when it left before its uses were up
 
     @property
-    def num_members(self) -> int:
-        return sum(length > 0 for length in self.lengths)
-
-    @property
-    def num_open(self) -> int:
-        """Members that may still come."""
-        return len(self.lengths) - self.num_members - len(self.given_up)
-
-    @property
-    def seen(self) -> int:
-        """Bit m is set if member m arrived."""
-        return self.late | sum(1 << m for m, length in enumerate(self.lengths) if length)
-
-    @property
-    def present_lengths(self) -> list[int]:
+    def present(self) -> list[int]:
+        """Response tokens of the members that are there."""
         return [length for length in self.lengths if length]
+
+    @property
+    def open(self) -> tuple[int, ...]:
+        """Members that may still come."""
+        return tuple(m for m, length in enumerate(self.lengths) if not length and m not in self.given_up)
+
+    @property
+    def arrived(self) -> int:
+        """Bit m is set if member m arrived, whether it was taken or not."""
+        taken = sum(1 << m for m, length in enumerate(self.lengths) if length)
+        return taken | sum(1 << m for m, _ in self.unused)
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
         return tuple(r for r in self.members if r is not None)
 
     @property
-    def rewards(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        return np.array([r.reward for r in self.members if r is not None], dtype=np.float64)
+    def rewards(self) -> npt.NDArray[np.float64]:
+        return np.array([r.reward for r in self.rollouts], dtype=np.float64)
 
-    def add(self, rollout: Rollout) -> None:
-        self.members[rollout.member] = rollout
-        self.lengths[rollout.member] = len(rollout.response_ids)
-        self.attempts[rollout.member] = max(self.attempts[rollout.member], rollout.attempt)
-        self.given_up.discard(rollout.member)
-        self.num_bytes += rollout.num_bytes
-        self.min_version = min(
-            rollout.min_version, rollout.min_version if self.min_version is None else self.min_version
+    def waits_for(self, member: int, attempt: int) -> bool:
+        """Whether a failure of this attempt is news: the member may still come, and no newer attempt is under way."""
+        return member in self.open and attempt >= self.attempts[member]
+
+    def as_open(self) -> OpenGroup:
+        return OpenGroup(
+            uid=self.uid, members=self.open, attempts=tuple(self.attempts[m] for m in self.open), note=self.note
         )
 
-    def as_sample(self, *, probability: float) -> RolloutGroup:
-        return RolloutGroup(uid=self.uid, rollouts=self.rollouts, times_sampled=len(self.uses), probability=probability)
+    def as_sample(self, *, use: int) -> RolloutGroup:
+        """What the learner gets for its `use`-th use, counted from 1."""
+        return RolloutGroup(uid=self.uid, rollouts=self.rollouts, times_sampled=use, probability=self.probability)
+
+
+def is_well_formed(rollout: Rollout, *, group_size: int) -> bool:
+    """Whether a rollout can be a member: arrays of the right types, shapes and length, finite numbers, known member."""
+    length = len(rollout.response_ids)
+    ids = (rollout.prompt_ids, rollout.response_ids, rollout.versions)
+    return (
+        0 <= rollout.member < group_size
+        and rollout.attempt >= 0
+        and length > 0
+        and all(array.dtype == np.int32 and array.ndim == 1 for array in ids)
+        and rollout.old_log_probs.dtype == np.float32
+        and rollout.old_log_probs.shape == rollout.versions.shape == (length,)
+        and isinstance(rollout.reward, (int, float))
+        and math.isfinite(rollout.reward)
+        and bool(np.isfinite(rollout.old_log_probs).all())
+        and rollout.min_version >= 0
+    )

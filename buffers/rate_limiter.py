@@ -8,10 +8,10 @@ The items are complete groups. With spi = samples per insert, two running sums a
     can sample n:  size >= max(min_size, n)  and  error - n >= min_diff
     can insert n:  size + n <= min_size  or  error - given_back + n * spi <= max_diff
 
-Reverb has no `given_back`: an item discarded before it was sampled leaves `error` high for ever, and a queue loses one slot per
-drop until it runs in lock-step. Here a discard gives its share back to the insert side. It does not take anything from the sample
-side: for spi below the number of times an item may be used, discards are the surplus the ratio asks for, and counting them
-there too would make `error` fall without end and block sampling for good.
+Reverb has no `given_back`: an item discarded before it was sampled leaves `error` high for ever, and a queue loses one
+slot per drop until it runs in lock-step. Here a discard gives its share back to the insert side. It takes nothing from
+the sample side: for spi below the number of times an item may be used, discards are the surplus the ratio asks for,
+and counting them there too would make `error` fall without end and block sampling for good.
 
 Never both blocked: if inserts are blocked then error >= error - given_back > max_diff - spi, and the constructors
 see to it that max_diff - spi >= min_diff + n for the largest n asked for, so sampling is allowed.
@@ -26,13 +26,15 @@ import math
 
 import msgspec
 
+from streamrl.config import BufferConfig
+
 _ROUNDING = 1e-6  # ten inserts at 0.1 samples each must count as one
 
 
 class LimiterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The four numbers of a rate limiter. `groups` are complete groups.
 
-    Example: LimiterSettings.queue(64) == LimiterSettings(samples_per_insert=1.0, min_size=1, min_diff=0.0, max_diff=64.0).
+    Example: LimiterSettings.queue(9) == LimiterSettings(samples_per_insert=1.0, min_size=1, min_diff=0, max_diff=9).
     """
 
     samples_per_insert: float = 1.0
@@ -58,8 +60,9 @@ class LimiterSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"samples_per_insert ({samples_per_insert}) must be above 0, or nothing is ever sampled")
         if 2 * error_buffer < batch_size + samples_per_insert:
             raise ValueError(
-                f"error_buffer ({error_buffer}) must be at least {(batch_size + samples_per_insert) / 2} for batches of "
-                f"{batch_size} at samples_per_insert={samples_per_insert}: smaller values could block samples and inserts alike"
+                f"error_buffer ({error_buffer}) must be at least {(batch_size + samples_per_insert) / 2} for batches "
+                f"of {batch_size} at samples_per_insert={samples_per_insert}: smaller values could block samples and "
+                "inserts alike"
             )
         middle = min_size * samples_per_insert
         return cls(
@@ -81,6 +84,20 @@ class LimiterSettings(msgspec.Struct, frozen=True, kw_only=True):
                 f"queue size ({size}) must be at least the batch size ({batch_size}), or no batch ever fits"
             )
         return cls(min_size=1, min_diff=0.0, max_diff=float(size))
+
+    @classmethod
+    def of(cls, config: BufferConfig, *, batch_size: int) -> LimiterSettings:
+        """What the config's `limiter` says."""
+        if config.limiter == "queue":
+            return cls.queue(config.queue_size, batch_size=batch_size)
+        if config.limiter == "ratio":
+            return cls.ratio(
+                config.samples_per_insert,
+                min_size=config.min_size,
+                error_buffer=config.error_buffer,
+                batch_size=batch_size,
+            )
+        return cls.at_least(config.min_size)
 
 
 class RateLimiter:

@@ -1,73 +1,47 @@
 """The replay buffer: groups by uid, the staleness bound, the order of operations.
 
-The in-process core: thread-safe (one lock, one condition), event-driven, no sockets, no asyncio; `buffers/server.py` only wraps it.
+The in-process core: thread-safe (one lock, one condition), event-driven, no sockets, no asyncio; `buffers/server.py`
+only wraps it. What is due is decided here; `buffers/shelf.py` knows where every group is.
 
-    issue(uid) -> in_flight --last member inserted--> buffered --sampled for the last time--> trained --commit--> final
-                     |                                   |  ^                                   |
-                     +---- failed, straggler, stale -----+  +----------- rollback --------------+
-                           zero_variance, rolled_back, ... = discarded, counted by reason
+    issue -> in_flight --last member inserted--> buffered --last use--> trained --commit--> final
+                 |                                  |  ^                   |
+                 |                                  |  +---- rollback -----+
+                 +--> discarded <-------------------+
+                      counted by reason: stale, failed, straggler, zero_variance, rolled_back, or the caller's
 
 Invariants, after every call:
-- no group with `group_staleness(v, min_version) > S` is in the selector, and `sample` checks again before it hands a group out;
+- no group with `group_staleness(v, min_version) > S` can be sampled, and `sample` checks again what it hands out;
 - a uid is in exactly one state: issued == in_flight + buffered + trained + sum(discarded);
-- a trained group keeps its payload until `commit` makes it final, so that `rollback` can bring it back.
+- a trained group keeps its payload until `commit` makes it final, so that `rollback` can bring it back;
+- with a journal, what a call did is written before it returns.
 
-Blocking: only `sample`. It waits for complete groups and for the rate limiter; `insert` and `fail` (generators) end the wait, `close`
-ends it with ClosedError, its own deadline with DeadlineExceededError.
-
-Incarnations: `rollback(v)` means that a new life of the learner goes on from version v. Weights newer than v of an
-earlier life no longer exist; groups that hold tokens of theirs are discarded as `rolled_back`, now or when they arrive.
+Blocking: only `sample`. It waits for complete groups and for the rate limiter; `insert` and `fail` (generators) end
+the wait, `close` ends it with ClosedError, its own deadline with DeadlineExceededError.
 """
 
 from __future__ import annotations
 
-import math
+import pathlib
 import random
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import msgspec
 import numpy as np
 
-from buffers.group import Group
-from buffers.ledger import Ledger
+from buffers.admission import Pace, groups_admitted
+from buffers.group import Group, is_well_formed
+from buffers.journal import StateRow, open_journal
+from buffers.outcomes import InsertOutcome, OpenGroup, RefillAction, RefillDecision
 from buffers.rate_limiter import LimiterSettings, RateLimiter
 from buffers.selectors import Selector, make_selector
+from buffers.shelf import Shelf
 from streamrl.config import BufferConfig
 from streamrl.errors import ClosedError, DeadlineExceededError, StaleRolloutError
 from streamrl.records import BufferStats, Failure, Rollout, RolloutGroup, Wait
-from streamrl.staleness import admission_capacity, group_staleness
-
-
-class InsertOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a rollout. Whatever the status, the buffer has settled it: the sender may forget the rollout,
-    except after `rejected` with reason `full`.
-
-    Example: InsertOutcome(status="stale", reason="stale", group_discarded=True).
-    """
-
-    status: Literal["accepted", "duplicate", "stale", "rejected"]
-    reason: str = (
-        ""  # stale: stale | rolled_back; rejected: malformed | unknown_uid | late | full; accepted: zero_variance
-    )
-    group_discarded: bool = False  # by this insert: other members of the uid need not be generated any more
-
-
-class RefillDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do about a failed member.
-
-    `refill`: lease (uid, member) again as `attempt`. `wait`: nobody generates it again, the group waits until its deadline. `given_up`: the group
-    goes on without it. `discarded`: the group was discarded. `ignored`: the failure is of no concern any more.
-    """
-
-    action: Literal["refill", "wait", "given_up", "discarded", "ignored"]
-    uid: str
-    member: int
-    attempt: int  # of the new lease with `refill`, else of the failure
+from streamrl.staleness import Lineage, group_staleness
 
 
 class ReplayBuffer:
@@ -76,10 +50,12 @@ class ReplayBuffer:
     Args:
         config: the `buffer` section of the run's config; `reconfigure` changes it while it runs.
         group_size: n, members of a group.
-        groups_per_step: B; with it `stats().capacity` follows the admission rule of streamrl/staleness.py, without it only
-            the limits of this buffer.
+        groups_per_step: B; with it `stats().capacity` follows the admission rule of streamrl/staleness.py, without it
+            only the limits of this buffer.
         issued_only: reject rollouts of uids that were never issued. Otherwise the first rollout of a uid issues it,
             for producers in this process that hand out their own uids.
+        journal_path: folder of the journal; needed unless config.journal is `off`. A journal that is there already is
+            taken up: the buffer goes on where it was.
         clock: seconds, monotonic; for the ages and deadlines of groups.
         seed: of the random selectors.
     """
@@ -91,6 +67,7 @@ class ReplayBuffer:
         group_size: int,
         groups_per_step: int | None = None,
         issued_only: bool = False,
+        journal_path: str | pathlib.Path | None = None,
         clock: Callable[[], float] = time.monotonic,
         seed: int = 0,
     ) -> None:
@@ -105,46 +82,42 @@ class ReplayBuffer:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._closed = False
-
-        self._ledger = Ledger()
-        self._groups: dict[str, Group] = {}  # in_flight, buffered, and trained but not final
-        self._final: dict[str, tuple[str, int]] = {}  # uid -> (trained | discard reason, members that arrived as bits)
-        self._in_flight: OrderedDict[str, None] = OrderedDict()  # by time of issue
-        self._live: OrderedDict[str, None] = OrderedDict()  # in flight or buffered, by time of issue
-        self._by_version: dict[int, dict[str, None]] = {}  # oldest token version -> uids in flight or buffered
-        self._uses: dict[int, dict[str, None]] = {}  # policy version -> uids it sampled, not yet committed
-        self._selector: Selector = self._new_selector()
-        self._limiter = RateLimiter(self._limiter_settings())
         self._waits: dict[int, Wait] = {}
-
         self._policy_version = 0
-        self._committed = 0
-        self._incarnation = 0
-        self._rollbacks: list[tuple[int, int]] = []  # (incarnation that began, version it went on from)
+        self._lineage = Lineage()
         self._next_order = 0
-        self._live_bytes = 0  # in flight and buffered
-        self._retained_bytes = 0  # trained, not yet committed
-        self._largest_rollout = 0
-        self._missing_members = 0  # of groups in flight
-        self._buffered_uses = 0  # uses so far of buffered groups
+        self._limiter = RateLimiter(LimiterSettings.of(config, batch_size=groups_per_step or 1))
+        self._journal = open_journal(config, journal_path, group_size=group_size)
+        self._shelf = Shelf(group_size=group_size, journal=self._journal, now=clock())
+        if self._journal is not None and (state := self._journal.state()) is not None:
+            self._restore(state)
+        self._selector = self._new_selector()
 
     # -- generators' side --
 
-    def issue(self, uid: str) -> None:
-        """A uid was handed out: from now on it is in the ledger.
+    def issue(self, uid: str, *, note: bytes = b"") -> None:
+        """A uid was handed out: from now on it is in the ledger. `note` is kept for `open_groups`.
 
         Raises:
             ValueError: if it was issued before.
         """
         with self._operation():
-            if uid in self._groups or uid in self._final:
+            if self._shelf.arrived(uid) is not None:
                 raise ValueError(f"uid ({uid}) was issued before; each prompt instance needs its own")
-            self._issue(uid)
+            self._shelf.issue(uid, now=self._clock(), note=note)
 
     def insert(self, rollout: Rollout) -> InsertOutcome:
-        """Take one rollout. Idempotent: the same member again is a `duplicate`, whatever its attempt."""
+        """Take one rollout. Idempotent: the same member again is a `duplicate`, whatever its attempt.
+
+        When it returns, the outcome is as durable as config.journal says.
+        """
         with self._operation():
             return self._insert(rollout)
+
+    def insert_many(self, rollouts: Sequence[Rollout]) -> list[InsertOutcome]:
+        """Like `insert` of each, but written to the journal at once, which is much faster with journal=sync."""
+        with self._operation():
+            return [self._insert(rollout) for rollout in rollouts]
 
     def fail(self, failure: Failure) -> RefillDecision:
         """A member could not be generated or scored."""
@@ -158,40 +131,37 @@ class ReplayBuffer:
         incomplete_groups=min_members, used without them.
         """
         with self._operation():
-            settled = []
-            now = self._clock()
-            while self._in_flight:
-                group = self._groups[next(iter(self._in_flight))]
-                if group.issued_at + self._config.group_deadline_s > now:
-                    break
+            config, settled = self._config, []
+            while (deadline := self._next_deadline()) is not None and deadline <= self._clock():
+                group = self._shelf.groups[next(iter(self._shelf.in_flight))]
                 settled.append(group.uid)
-                if self._config.incomplete_groups == "min_members" and group.num_members >= self._config.min_members:
+                if config.incomplete_groups == "min_members" and len(group.present) >= config.min_members:
                     self._complete(group)
                 else:
                     self._discard(group, "straggler")
             return settled
 
     def next_deadline(self) -> float | None:
-        """When, by the buffer's clock, `expire` will have something to do; None if nothing is in flight."""
+        """When `expire` will have something to do, by the buffer's clock; None if nothing is in flight."""
         with self._lock:
-            if not self._in_flight:
-                return None
-            return self._groups[next(iter(self._in_flight))].issued_at + self._config.group_deadline_s
+            return self._next_deadline()
 
     def discard_in_flight(self, reason: str) -> list[str]:
         """Discard every group in flight, e.g. at the end of the run. Returns their uids."""
         with self._operation():
-            uids = list(self._in_flight)
-            for uid in uids:
-                self._discard(self._groups[uid], reason)
-            return uids
+            return self._discard_all(list(self._shelf.in_flight), reason)
+
+    def open_groups(self) -> list[OpenGroup]:
+        """The groups in flight, oldest first, with the members that are missing."""
+        with self._lock:
+            return [self._shelf.groups[uid].as_open() for uid in self._shelf.in_flight]
 
     # -- learner's side --
 
     def sample(self, num_groups: int, *, policy_version: int, timeout_s: float) -> list[RolloutGroup]:
         """Exactly `num_groups` complete, distinct groups for the step at `policy_version`, in order of issue.
 
-        Every group has staleness <= S. The buffer's version becomes `policy_version`. With timeout_s=0 it does not wait.
+        Every group has staleness <= S. The buffer's version becomes `policy_version`. With timeout_s=0 it never waits.
 
         Raises:
             DeadlineExceededError: not enough groups within `timeout_s`; nothing was taken.
@@ -205,9 +175,8 @@ class ReplayBuffer:
             self._advance(policy_version)
             self._wait_for(num_groups, timeout_s)
             drawn = [self._selector.pop() for _ in range(num_groups)]
-            groups = [(self._groups[uid], probability) for uid, probability in drawn]
+            groups = [(self._shelf.groups[uid], probability) for uid, probability in drawn]
             for group, _ in groups:
-                assert group.min_version is not None
                 staleness = group_staleness(policy_version, group.min_version)
                 if staleness > self._config.max_staleness:
                     raise StaleRolloutError(
@@ -218,8 +187,16 @@ class ReplayBuffer:
             self._limiter.sample(num_groups)
             return [self._use(group, policy_version, probability) for group, probability in groups]
 
+    def sampled_at(self, policy_version: int) -> list[RolloutGroup]:
+        """The groups that the step at `policy_version` got, in order of issue, as `sample` returned them.
+
+        For a server that was restarted between two ranks' requests. Empty once that version is committed.
+        """
+        with self._operation():
+            return self._shelf.sampled_at(policy_version)
+
     def advance(self, policy_version: int) -> list[str]:
-        """The learner is at `policy_version` now. Returns the uids discarded because they can no longer meet the bound.
+        """The learner is at `policy_version` now. Returns the uids that can no longer meet the bound and left.
 
         Raises:
             ValueError: a version below the buffer's own (call `rollback` first).
@@ -230,12 +207,7 @@ class ReplayBuffer:
     def commit(self, policy_version: int) -> None:
         """A checkpoint at `policy_version` is written: groups sampled by earlier versions are final and freed."""
         with self._operation():
-            self._committed = max(self._committed, policy_version)
-            for version in [v for v in self._uses if v < policy_version]:
-                for uid in self._uses.pop(version):
-                    group = self._groups.get(uid)
-                    if group is not None and group.state == "trained" and group.uses[-1] < self._committed:
-                        self._finish(group, "trained")
+            self._shelf.commit(policy_version)
 
     def rollback(self, policy_version: int, *, incarnation: int | None = None) -> list[str]:
         """The learner goes on from its checkpoint at `policy_version`; every use at that version or later is undone.
@@ -250,199 +222,167 @@ class ReplayBuffer:
             ValueError: below the last commit: those groups are final.
         """
         with self._operation():
-            if policy_version < self._committed:
+            shelf = self._shelf
+            if policy_version < shelf.committed:
                 raise ValueError(
-                    f"policy_version ({policy_version}) is below the last commit ({self._committed}); groups trained "
+                    f"policy_version ({policy_version}) is below the last commit ({shelf.committed}); groups trained "
                     "before that are final. Restore the checkpoint of the last commit or a newer one"
                 )
-            self._incarnation = self._incarnation + 1 if incarnation is None else incarnation
-            self._rollbacks.append((self._incarnation, policy_version))
-            undone: dict[str, None] = {}
-            for version in [v for v in self._uses if v >= policy_version]:
-                undone.update(self._uses.pop(version))
-            for uid in undone:
-                self._undo(self._groups[uid], policy_version)
-            self._live = OrderedDict.fromkeys(sorted(self._live, key=lambda uid: self._groups[uid].index))
+            self._lineage.rollback(policy_version, incarnation=incarnation)
             self._policy_version = policy_version
-            discarded = [uid for uid in self._live if self._is_dead(self._groups[uid].rollouts)]
-            for uid in discarded:
-                self._discard(self._groups[uid], "rolled_back")
+            for group in shelf.sampled_since(policy_version):
+                self._undo(group)
+            shelf.undo_uses(policy_version)
+            dead = [uid for uid in shelf.live if any(map(self._lineage.is_dead, shelf.groups[uid].rollouts))]
+            self._discard_all(dead, "rolled_back")
             self._changed.notify_all()
-            return discarded
+            return dead
 
     # -- both --
 
     def reconfigure(self, config: BufferConfig) -> list[str]:
-        """Change settings while it runs; they hold from now on. Returns the uids discarded by a smaller bound.
-
-        Raises:
-            ValueError: the journal cannot be changed while it runs.
-        """
+        """Change settings while it runs; they hold from now on, except `journal`. Returns the uids that a smaller bound
+        discarded."""
         with self._operation():
-            if config.journal != self._config.journal:
-                raise ValueError(f"buffer.journal ({config.journal}) cannot change while the buffer runs")
-            old, self._config = self._config, config
-            self._limiter.settings = self._limiter_settings()
-            if (old.selector, old.priority_exponent) != (config.selector, config.priority_exponent):
-                self._selector = self._new_selector()
-                for group in self._buffered_groups():
-                    self._offer(group)
-            for group in self._buffered_groups():
+            self._config = config
+            self._limiter.settings = LimiterSettings.of(config, batch_size=self._groups_per_step or 1)
+            self._selector = self._new_selector()
+            for group in self._shelf.buffered():
                 if len(group.uses) >= config.max_times_sampled:
                     self._selector.delete(group.uid)
-                    self._retire(group)
-            discarded = self._sweep()
+                    self._shelf.retire(group)
             self._changed.notify_all()
-            return discarded
+            return self._sweep()
 
     def stats(self) -> BufferStats:
         """The ledger and the state at this instant; also after `close`."""
         with self._lock:
-            ledger = self._ledger
-            assert ledger.balanced, f"the ledger does not add up: {ledger.issued} issued, {ledger.groups}"
-            oldest = self._groups[next(iter(self._live))].issued_at if self._live else None
-            return BufferStats(
-                issued=ledger.issued,
-                in_flight=ledger.groups["in_flight"],
-                buffered=ledger.groups["buffered"],
-                trained=ledger.groups["trained"],
-                discarded=dict(ledger.discarded),
-                inserted_rollouts=ledger.inserted,
-                duplicate_rollouts=ledger.duplicates,
-                rejected_rollouts=dict(ledger.rejected),
-                failed_members=dict(ledger.failed),
-                num_bytes=self._live_bytes + self._retained_bytes,
-                oldest_group_s=0.0 if oldest is None else max(0.0, self._clock() - oldest),
+            shelf = self._shelf
+            return msgspec.structs.replace(
+                shelf.ledger.counts(),
+                num_bytes=shelf.live_bytes + shelf.retained_bytes,
+                oldest_group_s=shelf.oldest_group_s(self._clock()),
                 policy_version=self._policy_version,
                 max_staleness=self._config.max_staleness,
                 capacity=self._capacity(),
-                generated_tokens=dict(ledger.tokens),
-                generated_rollouts=dict(ledger.rollouts),
                 waits=list(self._waits.values()),
             )
 
-    def close(self) -> None:
-        """Wake every waiter with ClosedError; later calls raise it too, except `stats`. Idempotent."""
+    def capacity(self, *, policy_version: int) -> int:
+        """Groups that may be issued now to a generator that serves `policy_version`, the learner's own or older.
+
+        It counts from the generator's version: a group that an older version starts has to be used sooner.
+        """
         with self._lock:
-            self._closed = True
-            self._changed.notify_all()
+            return self._capacity(policy_version)
+
+    def close(self) -> None:
+        """Wake every waiter with ClosedError; later calls raise it too, except look-ups. Idempotent."""
+        with self._lock:
+            self._shut()
 
     # -- order of operations, under the lock --
 
     @contextmanager
     def _operation(self) -> Iterator[None]:
+        """One call: the lock, and at its end one transaction of the journal with everything it changed."""
         with self._lock:
             if self._closed:
                 raise ClosedError("the replay buffer is closed")
-            yield
+            try:
+                yield
+            finally:
+                self._persist()
+
+    def _persist(self) -> None:
+        if self._journal is None or self._closed:
+            return
+        try:
+            self._journal.write(self._state(), self._shelf.changes)
+        except Exception:
+            # What is in memory is ahead of what is on disk: nothing may be acknowledged any more.
+            self._shut()
+            raise
+        self._shelf.changes.clear()
+
+    def _shut(self) -> None:
+        if not self._closed and self._journal is not None:
+            self._journal.close()
+        self._closed = True
+        self._changed.notify_all()
 
     def _wait_for(self, num_groups: int, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        token = object()
-        while not self._limiter.can_sample(num_groups, size=len(self._selector)):
-            missing = max(1, self._limiter.inserts_needed(num_groups, size=len(self._selector)))
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                self._waits.pop(id(token), None)
-                raise DeadlineExceededError(
-                    f"sample: waited {timeout_s:g} s for {num_groups} groups at policy_version {self._policy_version}; "
-                    f"{missing} more must complete ({len(self._selector)} buffered, {len(self._in_flight)} in flight); "
-                    "generators could end this wait"
+        since, me = time.time(), threading.get_ident()
+        try:
+            while not self._limiter.can_sample(num_groups, size=len(self._selector)):
+                missing = max(1, self._limiter.inserts_needed(num_groups, size=len(self._selector)))
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise DeadlineExceededError(
+                        f"sample: waited {timeout_s:g} s for {num_groups} groups at policy_version "
+                        f"{self._policy_version}; {missing} more must complete ({len(self._selector)} buffered, "
+                        f"{len(self._shelf.in_flight)} in flight); generators could end this wait"
+                    )
+                self._waits[me] = Wait(
+                    waiter="learner", waiting_for=f"{missing} more groups", owner="generators", since=since
                 )
-            if id(token) not in self._waits:
-                self._waits[id(token)] = Wait(
-                    waiter="learner", waiting_for=f"{missing} more groups", owner="generators", since=time.time()
-                )
-            self._changed.wait(remaining)
-            if self._closed:
-                self._waits.pop(id(token), None)
-                raise ClosedError("the replay buffer was closed while sample waited")
-        self._waits.pop(id(token), None)
-
-    def _issue(self, uid: str) -> Group:
-        n = self._group_size
-        group = Group(
-            uid=uid,
-            index=self._ledger.issued,
-            issued_at=self._clock(),
-            members=[None] * n,
-            attempts=[0] * n,
-            lengths=[0] * n,
-        )
-        self._groups[uid] = group
-        self._in_flight[uid] = None
-        self._live[uid] = None
-        self._missing_members += n
-        self._ledger.issue()
-        return group
+                self._changed.wait(remaining)
+                if self._closed:
+                    raise ClosedError("the replay buffer was closed while sample waited")
+        finally:
+            self._waits.pop(me, None)
 
     def _insert(self, rollout: Rollout) -> InsertOutcome:
-        if not self._is_well_formed(rollout):
+        shelf = self._shelf
+        if not is_well_formed(rollout, group_size=self._group_size):
             return self._reject("malformed")
-        length = len(rollout.response_ids)
-        bit = 1 << rollout.member
-        if rollout.uid in self._final:
-            fate, seen = self._final[rollout.uid]
-            if seen & bit:
-                return self._duplicate()
-            self._final[rollout.uid] = (fate, seen | bit)
-            self._ledger.add_rollout(length, "discarded")
-            return self._reject("late")
-        group = self._groups.get(rollout.uid)
-        if group is None:
+        arrived = shelf.arrived(rollout.uid)
+        if arrived is None:
             if self._issued_only:
                 return self._reject("unknown_uid")
             if self._capacity() < 1:
                 return self._reject("full")
-            group = self._issue(rollout.uid)
-        if group.seen & bit:
-            return self._duplicate()
-        if group.state != "in_flight":  # complete without this member
-            group.late |= bit
-            self._ledger.add_rollout(length, "discarded")
+            shelf.issue(rollout.uid, now=self._clock(), note=b"")
+        elif arrived >> rollout.member & 1:
+            shelf.ledger.duplicates += 1
+            return InsertOutcome(status="duplicate")
+        group = shelf.groups.get(rollout.uid)
+        if group is None or group.state != "in_flight":
+            shelf.turn_away(rollout.uid, rollout)
             return self._reject("late")
-        if self._is_dead([rollout]):
-            return self._too_old(group, rollout, "rolled_back")
-        if group_staleness(self._policy_version, rollout.min_version) > self._config.max_staleness:
-            return self._too_old(group, rollout, "stale")
-        self._add(group, rollout)
-        self._ledger.inserted += 1
-        self._ledger.add_rollout(length, "buffered")
-        if group.num_open == 0:
-            self._complete(group)
-        if rollout.uid not in self._groups:
+        too_stale = group_staleness(self._policy_version, rollout.min_version) > self._config.max_staleness
+        if too_stale or self._lineage.is_dead(rollout):
+            reason = "stale" if too_stale else "rolled_back"
+            shelf.turn_away(rollout.uid, rollout)
+            self._discard(group, reason)
+            return InsertOutcome(status="stale", reason=reason, group_discarded=True)
+        shelf.add(group, rollout)
+        if not group.open and not self._complete(group):
             return InsertOutcome(status="accepted", reason="zero_variance", group_discarded=True)
         return InsertOutcome(status="accepted")
 
     def _fail(self, failure: Failure) -> RefillDecision:
-        def decide(
-            action: Literal["refill", "wait", "given_up", "discarded", "ignored"], attempt: int
-        ) -> RefillDecision:
+        def decide(action: RefillAction, attempt: int = failure.attempt) -> RefillDecision:
             return RefillDecision(action=action, uid=failure.uid, member=failure.member, attempt=attempt)
 
-        group = self._groups.get(failure.uid)
-        if (
-            group is None
-            or group.state != "in_flight"
-            or not 0 <= failure.member < self._group_size
-            or group.lengths[failure.member]
-            or failure.member in group.given_up
-            or failure.attempt < group.attempts[failure.member]
-        ):
-            return decide("ignored", failure.attempt)
-        self._ledger.failed[failure.reason] += 1
-        mode = self._config.incomplete_groups
-        if mode == "wait":
-            return decide("wait", failure.attempt)
-        if mode == "min_members" and group.num_members + group.num_open > self._config.min_members:
-            group.given_up.add(failure.member)
-            if group.num_open == 0:
+        member, config = failure.member, self._config
+        group = self._shelf.groups.get(failure.uid)
+        if group is None or group.state != "in_flight" or not group.waits_for(member, failure.attempt):
+            return decide("ignored")
+        self._shelf.ledger.failed[failure.reason] += 1
+        self._shelf.touch(group)
+        if config.incomplete_groups == "wait":
+            return decide("wait")
+        if config.incomplete_groups == "min_members" and len(group.present) + len(group.open) > config.min_members:
+            group.given_up.add(member)
+            if not group.open:
                 self._complete(group)
-            return decide("given_up", failure.attempt)
-        if failure.attempt + 1 >= self._config.max_attempts:
+            return decide("given_up")
+        if failure.attempt + 1 >= config.max_attempts:
             self._discard(group, "failed")
-            return decide("discarded", failure.attempt)
-        group.attempts[failure.member] = failure.attempt + 1
+            return decide("discarded")
+        group.attempts[member] = failure.attempt + 1
         return decide("refill", failure.attempt + 1)
 
     def _advance(self, policy_version: int) -> list[str]:
@@ -456,212 +396,104 @@ class ReplayBuffer:
 
     def _sweep(self) -> list[str]:
         """The guarantee's first half: what can no longer meet the bound leaves the selector at once."""
+        buckets = self._shelf.by_version
         oldest = self._policy_version - self._config.max_staleness
-        uids = [
-            uid for version in sorted(v for v in self._by_version if v < oldest) for uid in self._by_version[version]
-        ]
-        for uid in uids:
-            self._discard(self._groups[uid], "stale")
-        return uids
+        uids = [uid for version in sorted(v for v in buckets if v < oldest) for uid in buckets[version]]
+        return self._discard_all(uids, "stale")
 
-    def _add(self, group: Group, rollout: Rollout) -> None:
-        self._unindex(group)
-        group.add(rollout)
-        self._index(group)
-        self._live_bytes += rollout.num_bytes
-        self._largest_rollout = max(self._largest_rollout, rollout.num_bytes)
-        self._missing_members -= 1
-
-    def _complete(self, group: Group) -> None:
-        """The last member is there, or will not come."""
+    def _complete(self, group: Group) -> bool:
+        """The last member is there, or will not come. False if the group was discarded for want of variance."""
         if self._config.drop_zero_variance and float(np.ptp(group.rewards)) == 0.0:
             self._discard(group, "zero_variance")
-            return
-        self._land(group)
-        self._ledger.move(group.present_lengths, "in_flight", "buffered")
-        group.state = "buffered"
-        group.order = self._next_order
+            return False
+        self._shelf.complete(group, order=self._next_order)
         self._next_order += 1
-        self._offer(group)
+        self._offer(self._selector, group)
         self._limiter.insert()
         self._changed.notify_all()
+        return True
 
     def _use(self, group: Group, policy_version: int, probability: float) -> RolloutGroup:
-        group.uses.append(policy_version)
-        self._uses.setdefault(policy_version, {})[group.uid] = None
-        self._buffered_uses += 1
+        self._shelf.use(group, policy_version=policy_version, probability=probability)
+        sample = group.as_sample(use=len(group.uses))
         if len(group.uses) >= self._config.max_times_sampled:
-            self._retire(group)
+            self._shelf.retire(group)
         else:
-            self._offer(group)
-        return group.as_sample(probability=probability)
+            self._offer(self._selector, group)
+        return sample
 
-    def _retire(self, group: Group) -> None:
-        """A buffered group, out of the selector, is not sampled any more: it is trained, and kept until it is final."""
-        self._unshelve(group)
-        self._buffered_uses -= len(group.uses)
-        self._live_bytes -= group.num_bytes
-        self._retained_bytes += group.num_bytes
-        self._ledger.move(group.present_lengths, "buffered", "trained")
-        group.state = "trained"
-        if group.uses[-1] < self._committed:
-            self._finish(group, "trained")
-
-    def _undo(self, group: Group, policy_version: int) -> None:
-        """Forget the uses at `policy_version` and later; a trained group is buffered again."""
-        kept = [v for v in group.uses if v < policy_version]
-        self._limiter.undo_sample(len(group.uses) - len(kept))
-        if group.state == "trained":
-            self._limiter.undo_discard(group.share)
-            group.share = 0.0
-            self._retained_bytes -= group.num_bytes
-            self._live_bytes += group.num_bytes
-            self._ledger.move(group.present_lengths, "trained", "buffered")
-            group.state = "buffered"
-            self._live[group.uid] = None
-            self._index(group)
-            self._offer(group)
-        else:
-            self._buffered_uses -= len(group.uses)
-        group.uses = kept
-        self._buffered_uses += len(kept)
+    def _undo(self, group: Group) -> None:
+        """Forget the uses at the current version and later."""
+        self._limiter.undo_discard(group.share)
+        group.share = 0.0
+        if group.state == "buffered":
+            self._selector.delete(group.uid)
+        self._limiter.undo_sample(self._shelf.restore(group, before=self._policy_version))
+        self._offer(self._selector, group)
 
     def _discard(self, group: Group, reason: str) -> None:
-        """A live group leaves for good; one that was trained on before counts as trained, with fewer uses."""
+        """A live group leaves; one that was trained on before is trained, with fewer uses than it might have had."""
         if group.state == "buffered":
             self._selector.delete(group.uid)
             group.share = self._limiter.discard(len(group.uses))
             if group.uses:
-                self._retire(group)
+                self._shelf.retire(group)
                 return
-        else:
-            self._land(group)
-        self._unshelve(group)
-        self._live_bytes -= group.num_bytes
-        self._ledger.move(group.present_lengths, group.state, "discarded", reason=reason)
-        self._finish(group, reason)
+        self._shelf.discard(group, reason=reason)
 
-    def _finish(self, group: Group, fate: str) -> None:
-        if group.state == "trained":
-            self._retained_bytes -= group.num_bytes
-        group.state = "trained" if fate == "trained" else "discarded"
-        self._final[group.uid] = (fate, group.seen)
-        del self._groups[group.uid]
-
-    # -- indexes --
-
-    def _land(self, group: Group) -> None:
-        del self._in_flight[group.uid]
-        self._missing_members -= len(group.lengths) - group.num_members
-
-    def _unshelve(self, group: Group) -> None:
-        del self._live[group.uid]
-        self._unindex(group)
-
-    def _index(self, group: Group) -> None:
-        if group.min_version is not None:
-            self._by_version.setdefault(group.min_version, {})[group.uid] = None
-
-    def _unindex(self, group: Group) -> None:
-        if group.min_version is not None:
-            bucket = self._by_version[group.min_version]
-            del bucket[group.uid]
-            if not bucket:
-                del self._by_version[group.min_version]
-
-    def _offer(self, group: Group) -> None:
-        assert group.min_version is not None
-        priority = float(group.rewards.std())
-        self._selector.insert(group.uid, order=group.order, version=group.min_version, priority=priority)
-
-    def _buffered_groups(self) -> list[Group]:
-        return [self._groups[uid] for uid in self._live if self._groups[uid].state == "buffered"]
-
-    # -- rules --
-
-    def _is_well_formed(self, r: Rollout) -> bool:
-        length = len(r.response_ids)
-        return (
-            0 <= r.member < self._group_size
-            and r.attempt >= 0
-            and length > 0
-            and r.response_ids.shape == r.old_log_probs.shape == r.versions.shape == (length,)
-            and isinstance(r.reward, (int, float))
-            and math.isfinite(r.reward)
-            and bool(np.isfinite(r.old_log_probs).all())
-            and r.min_version >= 0
-        )
-
-    def _is_dead(self, rollouts: Iterable[Rollout]) -> bool:
-        """Does any of them hold a token of weights that a rollback undid?"""
-        return any(
-            r.incarnation < incarnation and int(r.versions.max()) > version
-            for incarnation, version in self._rollbacks
-            for r in rollouts
-        )
-
-    def _too_old(self, group: Group, rollout: Rollout, reason: str) -> InsertOutcome:
-        group.late |= 1 << rollout.member
-        self._ledger.add_rollout(len(rollout.response_ids), "discarded")
-        self._discard(group, reason)
-        return InsertOutcome(status="stale", reason=reason, group_discarded=True)
-
-    def _duplicate(self) -> InsertOutcome:
-        self._ledger.duplicates += 1
-        return InsertOutcome(status="duplicate")
+    def _discard_all(self, uids: list[str], reason: str) -> list[str]:
+        for uid in uids:
+            self._discard(self._shelf.groups[uid], reason)
+        return uids
 
     def _reject(self, reason: str) -> InsertOutcome:
-        self._ledger.rejected[reason] += 1
+        self._shelf.ledger.rejected[reason] += 1
         return InsertOutcome(status="rejected", reason=reason)
 
-    def _capacity(self) -> int:
-        """Groups that may still be issued, by the limits of this buffer and by the admission rule."""
-        config, n = self._config, self._group_size
-        running, size = len(self._in_flight), len(self._selector)
-        room = min(config.max_groups - len(self._live), self._limiter.insert_room(size=size) - running)
-        if self._largest_rollout:  # every member that may still come is reserved the size of the largest one so far
-            reserved = self._live_bytes + self._missing_members * self._largest_rollout
-            room = min(room, (config.max_bytes - reserved) // (n * self._largest_rollout))
-        if self._groups_per_step is not None:
-            room = min(room, self._admission(self._groups_per_step, running=running, size=size))
-        return max(0, int(min(room, config.max_groups)))
+    def _next_deadline(self) -> float | None:
+        if not self._shelf.in_flight:
+            return None
+        return self._shelf.groups[next(iter(self._shelf.in_flight))].issued_at + self._config.group_deadline_s
 
-    def _admission(self, groups_per_step: int, *, running: int, size: int) -> int:
-        """`admission_capacity` in uses rather than groups: a group that is sampled k times fills k places in the steps to come.
+    def _capacity(self, generator_version: int | None = None) -> int:
+        v = self._policy_version
+        started_at = v if generator_version is None else min(generator_version, v)
+        pace = None if self._groups_per_step is None else Pace(self._groups_per_step, v, started_at)
+        return groups_admitted(self._config, self._shelf, self._limiter, pace)
 
-        Uses at the current version or later are counted; each earlier step counts as the B uses it had, so that the
-        rule needs no re-basing after a resume. What the limiter still needs before it lets a step sample is always
-        allowed: otherwise limiter and admission could wait for each other.
-        """
-        per_group = (
-            self._config.samples_per_insert
-            if self._config.limiter == "ratio"
-            else float(self._config.max_times_sampled)
-        )
-        waiting = math.ceil(max(0.0, size * per_group - self._buffered_uses))
-        used = sum(len(uids) for version, uids in self._uses.items() if version >= self._policy_version)
-        uses = admission_capacity(
-            max_staleness=self._config.max_staleness,
-            policy_version=self._policy_version,
-            groups_per_step=groups_per_step,
-            accepted=self._policy_version * groups_per_step + used + waiting,
-            running=math.ceil(running * per_group),
-        )
-        needed = self._limiter.inserts_needed(groups_per_step, size=size) - running
-        return max(int(uses / per_group), needed)
+    def _offer(self, selector: Selector, group: Group) -> None:
+        priority = float(group.rewards.std()) if self._config.selector == "prioritized" else 0.0
+        selector.insert(group.uid, order=group.order, version=group.min_version, priority=priority)
 
     def _new_selector(self) -> Selector:
-        return make_selector(self._config.selector, rng=self._rng, priority_exponent=self._config.priority_exponent)
+        config = self._config
+        selector = make_selector(config.selector, rng=self._rng, priority_exponent=config.priority_exponent)
+        for group in self._shelf.buffered():
+            self._offer(selector, group)
+        return selector
 
-    def _limiter_settings(self) -> LimiterSettings:
-        config, batch = self._config, self._groups_per_step or 1
-        if config.limiter == "queue":
-            return LimiterSettings.queue(config.queue_size, batch_size=batch)
-        if config.limiter == "ratio":
-            return LimiterSettings.ratio(
-                config.samples_per_insert,
-                min_size=config.min_size,
-                error_buffer=config.error_buffer,
-                batch_size=batch,
-            )
-        return LimiterSettings.at_least(config.min_size)
+    def _state(self) -> StateRow:
+        ledger = self._shelf.ledger
+        return StateRow(
+            group_size=self._group_size,
+            policy_version=self._policy_version,
+            committed=self._shelf.committed,
+            incarnation=self._lineage.incarnation,
+            rollbacks=self._lineage.rollbacks,
+            next_order=self._next_order,
+            limiter=(self._limiter.error, self._limiter.given_back),
+            duplicates=ledger.duplicates,
+            rejected=ledger.rejected,
+            failed=ledger.failed,
+        )
+
+    def _restore(self, state: StateRow) -> None:
+        self._policy_version = state.policy_version
+        self._shelf.committed = state.committed
+        self._lineage = Lineage(incarnation=state.incarnation, rollbacks=state.rollbacks)
+        self._next_order = state.next_order
+        self._limiter.error, self._limiter.given_back = state.limiter
+        ledger = self._shelf.ledger
+        ledger.duplicates = state.duplicates
+        ledger.rejected.update(state.rejected)
+        ledger.failed.update(state.failed)

@@ -1,8 +1,8 @@
 """Which buffered group is sampled next.
 
 A selector holds keys (uids) and hands them out one at a time, without replacement, each with the probability of that
-draw. Every operation is O(log n). Inserting a key twice or deleting an unknown one is a programming error (`KeyError`); drawing from an empty
-selector too (`IndexError`). Selectors have no lock: the buffer's lock covers them.
+draw. Every operation is O(log n). Inserting a key twice or deleting an unknown one is a programming error (`KeyError`),
+and so is drawing from an empty selector (`IndexError`). Selectors have no lock: the buffer's lock covers them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Selector(Protocol):
 class OrderedSelector:
     """Deterministic: the smallest rank first.
 
-    `freshest=False` is FIFO: in order of completion. `freshest=True` takes the newest versions first, ties in order of completion. A
-    key that comes back (a second epoch, a rollback) takes its old place again, because its rank is the same.
+    `freshest=False` is FIFO: in order of completion. `freshest=True` takes the newest versions first, ties in order of
+    completion. A key that comes back (a second epoch, a rollback) takes its old place again: its rank is the same.
     """
 
     def __init__(self, *, freshest: bool) -> None:
@@ -103,11 +103,11 @@ class UniformSelector:
 
 
 class PrioritizedSelector:
-    """Key i is drawn with probability `priority_i ** exponent / sum_j priority_j ** exponent` (prioritized replay, Schaul et al. 2016).
+    """Prioritized experience replay (Schaul et al. 2016): P(i) = priority_i ** exponent / sum_j priority_j ** exponent.
 
-    Priority 0 means probability 0, whatever the exponent; if all held priorities are 0, every key is equally likely. The weights are the
-    leaves of a sum tree in an array: node i has the children 2i and 2i + 1. A parent is recomputed from its children and
-    never corrected by a difference, so rounding errors do not pile up.
+    Priority 0 means probability 0, whatever the exponent; if all held priorities are 0, all keys are equally likely.
+    The weights are the leaves of a sum tree in an array: node i has the children 2i and 2i + 1. A parent is recomputed
+    from its children and never corrected by a difference, so rounding errors do not pile up.
     """
 
     def __init__(self, rng: random.Random, *, exponent: float) -> None:

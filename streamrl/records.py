@@ -211,6 +211,7 @@ class BufferStats(msgspec.Struct, frozen=True, kw_only=True):
     capacity: int = 0  # groups the admission rule still allows to issue
     generated_tokens: dict[str, int] = {}  # response tokens by fate: trained, buffered, discarded
     generated_rollouts: dict[str, int] = {}  # rollouts by the same fates
+    response_lengths: dict[str, dict[int, int]] = {}  # by the same fates: rollouts by length, up to this power of two
     waits: list[Wait] = []
 
 
