@@ -35,7 +35,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from buffers.client import LearnerClient, Shard
+from buffers.client import LearnerClient
+from buffers.shards import Shard
 from streamrl.config import Config
 from streamrl.errors import DeadlineExceededError, StaleRolloutError
 from streamrl.policy import Policy
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 SAMPLE_SLICE_S = 1.0  # how long `stop` may find the loop inside one call to the buffer
 PROBE_TOKENS = 16
-CLOSE_LIMIT_S = 3.0
+CLOSE_LIMIT_S = 2.0
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -1,0 +1,281 @@
+"""The optimizer step: the same weights for any number of ranks and any token budget, and that it learns."""
+
+from __future__ import annotations
+
+import pathlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from buffers.shards import Shard
+from streamrl.config import Config, config_from_tree
+from streamrl.policy import Policy
+from streamrl.records import Rollout, RolloutGroup, RolloutTimings
+from streamrl.trainer import Trainer
+
+VOCAB = 23
+STEPS = 5
+SETTINGS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "kept": {
+        "advantage": "reinforce_pp",
+        "correction": "sequence_mask",
+        "masked_denominator": "kept",
+        "aggregation": "sequence_mean_token_mean",
+        "entropy_coef": 0.01,
+    },
+    "bypass": {"advantage": "rloo", "loss": "gspo", "proximal": "bypass", "correction": "none", "clip_high": 0.05},
+}
+
+
+def config_of(setting: str, *, budget: int) -> Config:
+    return config_from_tree(
+        {"algorithm": SETTINGS[setting], "learner": {"micro_batch_tokens": budget, "lr": 1e-2, "warmup_steps": 3}}
+    )
+
+
+def save_model(folder: pathlib.Path) -> pathlib.Path:
+    torch.manual_seed(0)
+    # 23 and 20 divide by neither 2 nor 3: the shards are uneven.
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=20,
+            intermediate_size=28,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=64,
+            tie_word_embeddings=True,
+        )
+    ).save_pretrained(folder)
+    return folder
+
+
+def batch_of(step: int, *, num_groups: int = 5, group_size: int = 4) -> list[RolloutGroup]:
+    numbers = np.random.default_rng(step)
+    groups = []
+    for g in range(num_groups):
+        prompt = numbers.integers(0, VOCAB, numbers.integers(1, 6)).astype(np.int32)
+        rollouts = []
+        for m in range(group_size):
+            length = int(numbers.integers(1, 9))
+            rollouts.append(
+                Rollout(
+                    uid=str(g),
+                    member=m,
+                    attempt=0,
+                    prompt_ids=prompt,
+                    response_ids=numbers.integers(0, VOCAB, length).astype(np.int32),
+                    old_log_probs=numbers.normal(-3.1, 0.1, length).astype(np.float32),
+                    versions=np.full(length, max(0, step - g % 2), dtype=np.int32),
+                    reward=float(numbers.integers(0, 5)) / 4,
+                    finish_reason="length" if m == 0 else "stop",
+                    timings=RolloutTimings(queue_s=0.5, generate_s=1.0, reward_s=0.25),
+                )
+            )
+        groups.append(RolloutGroup(uid=str(g), rollouts=tuple(rollouts)))
+    return groups
+
+
+def shard_of(groups: list[RolloutGroup], mine: list[RolloutGroup]) -> Shard:
+    rollouts = [r for group in groups for r in group.rollouts]
+    return Shard(
+        groups=mine,
+        num_groups=len(groups),
+        num_rollouts=len(rollouts),
+        num_tokens=sum(r.num_tokens for r in rollouts),
+        num_response_tokens=sum(len(r.response_ids) for r in rollouts),
+    )
+
+
+def train(
+    folder: pathlib.Path, mesh: DeviceMesh, config: Config, rank: int, world_size: int
+) -> tuple[torch.Tensor, list[dict[str, float]]]:
+    """All weights in one vector after STEPS steps, and the metrics. The last of several ranks has little or no data."""
+    policy = Policy(folder, mesh=mesh, temperature=config.generator.temperature)
+    trainer = Trainer(policy, config)
+    metrics = []
+    for step in range(STEPS):
+        groups = batch_of(step)
+        parts = {1: [groups], 2: [groups[:4], groups[4:]], 3: [groups[:2], groups[2:], []]}[world_size]
+        metrics.append(trainer.step(shard_of(groups, parts[rank]), policy_version=step))
+    return torch.cat([parameter.full_tensor().reshape(-1) for parameter in policy.parameters()]).detach(), metrics
+
+
+def run_rank(rank: int, world_size: int, port: int, folder: str, out: str) -> None:
+    """One rank in a process of its own; rank 0 writes what every setting gives."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    mesh = init_device_mesh("cpu", (world_size,))
+    results = {
+        setting: train(pathlib.Path(folder), mesh, config_of(setting, budget=30), rank, world_size)
+        for setting in SETTINGS
+    }
+    if rank == 0:
+        torch.save(results, out)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return save_model(tmp_path_factory.mktemp("trainer") / "model")
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder: pathlib.Path, mesh: DeviceMesh) -> dict[str, tuple[torch.Tensor, list[dict[str, float]]]]:
+    return {setting: train(folder, mesh, config_of(setting, budget=4096), 0, 1) for setting in SETTINGS}
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def several_ranks(
+    request: pytest.FixtureRequest, folder: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[torch.Tensor, list[dict[str, float]]]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    out = tmp_path_factory.mktemp("ranks") / "results.pt"
+    torch.multiprocessing.spawn(run_rank, (request.param, port, str(folder), str(out)), nprocs=request.param)
+    results: dict[str, tuple[torch.Tensor, list[dict[str, float]]]] = torch.load(out)
+    return results
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_any_number_of_ranks_gives_the_same_weights_and_metrics(
+    setting: str, one_rank: dict[str, Any], several_ranks: dict[str, Any]
+) -> None:
+    (expected, expected_metrics), (weights, metrics) = one_rank[setting], several_ranks[setting]
+    assert float((weights - expected).abs().max()) < 1e-5
+    for ours, theirs in zip(metrics, expected_metrics, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("budget", [14, 50])
+def test_any_token_budget_gives_the_same_weights(
+    setting: str, budget: int, folder: pathlib.Path, mesh: DeviceMesh, one_rank: dict[str, Any]
+) -> None:
+    weights, _ = train(folder, mesh, config_of(setting, budget=budget), 0, 1)
+    assert float((weights - one_rank[setting][0]).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_settings_really_train(setting: str, folder: pathlib.Path, one_rank: dict[str, Any]) -> None:
+    start = torch.cat([p.detach().reshape(-1) for p in LlamaForCausalLM.from_pretrained(folder).parameters()])
+    assert float((one_rank[setting][0] - start).abs().max()) > 1e-3
+
+
+def test_the_metrics_of_a_step_describe_its_batch(one_rank: dict[str, Any]) -> None:
+    _, metrics = one_rank["defaults"]
+    rollouts = [r for group in batch_of(3) for r in group.rollouts]
+    rewards = np.array([r.reward for r in rollouts])
+    step = metrics[3]
+    assert step["rollout/reward/mean"] == pytest.approx(rewards.mean())
+    assert step["rollout/reward/std"] == pytest.approx(rewards.std(ddof=1))
+    assert step["rollout/length/mean"] == pytest.approx(np.mean([len(r.response_ids) for r in rollouts]))
+    assert step["rollout/truncated_fraction"] == pytest.approx(0.25)
+    assert step["rollout/latency_s"] == pytest.approx(1.75)
+    assert step["offpolicy/staleness/mean"] == pytest.approx(0.4)  # groups 1 and 3 of five are one version old
+    assert step["offpolicy/staleness/max"] == 1.0
+    assert step["offpolicy/logprob_mismatch"] > 0
+    assert [m["learner/lr"] for m in metrics] == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2, 1e-2])
+
+
+def test_the_mismatch_is_of_tokens_of_the_current_version_only(folder: pathlib.Path, mesh: DeviceMesh) -> None:
+    policy = Policy(folder, mesh=mesh, temperature=1.0)
+    trainer = Trainer(policy, config_of("defaults", budget=4096))
+    groups = batch_of(0)
+    assert "offpolicy/logprob_mismatch" in trainer.step(shard_of(groups, groups), policy_version=0)
+    assert "offpolicy/logprob_mismatch" not in trainer.step(shard_of(groups, groups), policy_version=1)
+
+
+def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(folder: pathlib.Path, mesh: DeviceMesh) -> None:
+    policy = Policy(folder, mesh=mesh, temperature=1.0)
+    trainer = Trainer(policy, config_of("defaults", budget=4096))
+    groups = batch_of(0)
+    before = policy.probe_log_probs([[1, 2, 3]])
+    broken = RolloutGroup(uid="0", rollouts=tuple(_with_reward(r, float("inf")) for r in groups[0].rollouts))
+    with pytest.raises(RuntimeError, match="not finite"):
+        trainer.step(shard_of([broken], [broken]), policy_version=0)
+    assert policy.probe_log_probs([[1, 2, 3]]) == before
+
+
+def _with_reward(rollout: Rollout, reward: float) -> Rollout:
+    return Rollout(
+        uid=rollout.uid,
+        member=rollout.member,
+        attempt=0,
+        prompt_ids=rollout.prompt_ids,
+        response_ids=rollout.response_ids,
+        old_log_probs=rollout.old_log_probs,
+        versions=rollout.versions,
+        reward=reward,
+    )
+
+
+@pytest.mark.parametrize(
+    ("lag", "algorithm"),
+    [
+        (0, {"correction": "none"}),
+        (3, {}),
+        (3, {"correction": "sequence_truncate", "advantage": "rloo"}),
+        (3, {"correction": "token_mask", "advantage": "dr_grpo"}),
+        (3, {"correction": "sequence_mask", "advantage": "maxrl"}),
+        (3, {"proximal": "bypass", "correction": "none"}),
+        (3, {"loss": "cispo", "correction": "none", "advantage": "reinforce_pp"}),
+        (3, {"loss": "reinforce_is"}),
+        (3, {"loss": "gspo", "aggregation": "sequence_mean_token_sum"}),
+    ],
+)
+def test_a_bandit_is_learned_from_rollouts_of_old_policies(
+    lag: int, algorithm: dict[str, Any], folder: pathlib.Path, mesh: DeviceMesh
+) -> None:
+    """One prompt, responses of two tokens sampled by the policy of `lag` steps ago; rewarded for even ones."""
+    config = config_from_tree({"algorithm": algorithm, "learner": {"lr": 1e-2, "warmup_steps": 1}})
+    policy = Policy(folder, mesh=mesh, temperature=1.0)
+    trainer = Trainer(policy, config)
+    dice = torch.Generator().manual_seed(0)
+    tables: list[tuple[torch.Tensor, torch.Tensor]] = []
+    rewards = []
+    for version in range(30):
+        first = torch.tensor(policy.probe_log_probs([[0, t] for t in range(VOCAB)]))
+        pairs = policy.probe_log_probs([[0, t, u] for t in range(VOCAB) for u in range(VOCAB)])
+        tables.append((first, torch.tensor(pairs).reshape(VOCAB, VOCAB, 2)[:, :, 1]))
+        sampled_by = max(0, version - lag)
+        table, next_table = tables[sampled_by]
+        groups = []
+        for uid in range(8):
+            rollouts = []
+            for member in range(8):
+                t = int(torch.multinomial(table.exp(), 1, generator=dice))
+                u = int(torch.multinomial(next_table[t].exp(), 1, generator=dice))
+                rollouts.append(
+                    Rollout(
+                        uid=str(uid),
+                        member=member,
+                        attempt=0,
+                        prompt_ids=np.array([0], dtype=np.int32),
+                        response_ids=np.array([t, u], dtype=np.int32),
+                        old_log_probs=np.array([table[t], next_table[t, u]], dtype=np.float32),
+                        versions=np.full(2, sampled_by, dtype=np.int32),
+                        reward=((t % 2 == 0) + (u % 2 == 0)) / 2,
+                    )
+                )
+            groups.append(RolloutGroup(uid=str(uid), rollouts=tuple(rollouts)))
+        rewards.append(trainer.step(shard_of(groups, groups), policy_version=version)["rollout/reward/mean"])
+    assert rewards[0] < 0.7 and np.mean(rewards[-3:]) > 0.9, rewards
