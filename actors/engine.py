@@ -23,7 +23,7 @@ from streamrl.config import Config
 from streamrl.errors import ProcessDiedError, StreamrlError
 from streamrl.weight_sync.shm import OWNER_VARIABLE, SHM_ENGINE
 
-STOP_TIMEOUT_S = 2.0
+STOP_TIMEOUT_S = 1.0
 _NEVER_STREAM = 1 << 30  # tokens between two outputs of a request; the first and the last one are always sent
 _CPU_BLOCK_SIZE = 32  # tokens; the smallest the CPU kernels like, so that short prompts fill blocks at all
 
@@ -105,6 +105,8 @@ class Engine:
                 family += process.children(recursive=True)
             except psutil.NoSuchProcess:
                 continue
+        if llm.output_handler is not None:  # it would report the end of the process as an error
+            llm.output_handler.cancel()
         await asyncio.to_thread(llm.shutdown, STOP_TIMEOUT_S)
         _, alive = await asyncio.to_thread(psutil.wait_procs, family, STOP_TIMEOUT_S)
         for process in alive:
@@ -259,6 +261,9 @@ def engine_environment(config: Config) -> dict[str, str]:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked engine core would not load the plugin again
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if config.generator.enforce_eager:
+        # vLLM compiles a few sampling helpers whatever enforce_eager says: 3 s, and a C++ compiler, for nothing.
+        wanted["TORCHDYNAMO_DISABLE"] = "1"
     if config.generator.gpus == 0:
         threads = str(config.generator.threads)
         wanted |= {
