@@ -40,6 +40,7 @@ from streamrl.tracking import Tracker
 STATUS_INTERVAL_S = 1.0
 UNRESPONSIVE_S = 40.0
 FINAL_EVAL_LIMIT_S = 60.0
+SAME_REQUEST_S = 1.0
 BUSY_FROM_STEP = 10  # busy shares are measured after the first ten steps
 
 
@@ -93,6 +94,7 @@ class Controller:
         self._last_step_at = time.time()
         self._policy_version = 0
         self._interrupted: int | None = None
+        self._interrupted_at = 0.0
         self._busy = _BusyShares()
         self._evaluation: asyncio.Task[None] | None = None
         self._synced: dict[str, int] = {}
@@ -104,9 +106,9 @@ class Controller:
     async def run(self) -> Outcome:
         """Run to the end. Raises nothing: what went wrong is the outcome's reason."""
         loop = asyncio.get_running_loop()
-        interrupt = asyncio.Event()
+        interrupt, hurry = asyncio.Event(), asyncio.Event()
         for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signum, self._on_signal, signum, interrupt)
+            loop.add_signal_handler(signum, self._on_signal, signum, interrupt, hurry)
         exit_code, reason = 0, ""
         try:
             await _unless(interrupt, self._start())
@@ -117,22 +119,28 @@ class Controller:
         if self._interrupted is not None and exit_code == 0:
             exit_code = 130 if self._interrupted == signal.SIGINT else 0
             reason = "interrupted" if exit_code else "terminated"
-        ledger = await self._stop(evaluate=exit_code == 0 and self._interrupted is None, failed=exit_code == 1)
+        await _unless(hurry, self._stop(evaluate=exit_code == 0 and self._interrupted is None, failed=exit_code == 1))
         learner_busy, generator_busy = self._busy.shares()
         return Outcome(
             exit_code=exit_code,
             reason=reason,
             policy_version=self._policy_version,
-            ledger=ledger,
+            ledger=self._run_view.buffer,
             learner_busy=learner_busy,
             generator_busy=generator_busy,
         )
 
-    def _on_signal(self, signum: int, interrupt: asyncio.Event) -> None:
-        if self._interrupted is not None:
-            os._exit(130)  # asked twice: the user does not want to wait; Ray's processes die with this one
-        self._interrupted = signum
-        interrupt.set()
+    def _on_signal(self, signum: int, interrupt: asyncio.Event, hurry: asyncio.Event) -> None:
+        """The first signal ends the run in good order, a later one at once.
+
+        One request may arrive twice, to the process and to its group (timeout(1) does so), hence `SAME_REQUEST_S`.
+        """
+        now = time.monotonic()
+        if self._interrupted is None:
+            self._interrupted, self._interrupted_at = signum, now
+            interrupt.set()
+        elif now - self._interrupted_at > SAME_REQUEST_S:
+            hurry.set()
 
     # -- start ---------------------------------------------------------------------------------------------------
 
@@ -322,7 +330,7 @@ class Controller:
 
     # -- end -----------------------------------------------------------------------------------------------------
 
-    async def _stop(self, *, evaluate: bool, failed: bool) -> BufferStats:
+    async def _stop(self, *, evaluate: bool, failed: bool) -> None:
         """End every process in good order within the limits; what does not obey is killed by the caller.
 
         The learner stops first, so that no step is cut in half; generators next, so that what they finished reaches
@@ -345,7 +353,6 @@ class Controller:
         ledger = msgspec.convert(stats, BufferStats) if stats is not None else self._run_view.buffer
         write_json(self._run_dir / LEDGER_FILE, {"final": stats is not None, **msgspec.to_builtins(ledger)})
         self._run_view.buffer = ledger
-        return ledger
 
     async def _final_evaluation(self) -> None:
         """Evaluate the last published version: wait, within a limit, until each generator serves it (T7)."""
