@@ -267,7 +267,8 @@ class LearnerClient:
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"learner-{rank}-buffer", daemon=True)
         self._requests = itertools.count(1)
         self._question: _Question | None = None
-        self._ended: str | None = None
+        self._ended: str | None = None  # the run is over, by the buffer's word
+        self._broken: ClosedError | None = None  # the connection is
         self._pump: asyncio.Task[None] | None = None
 
     def connect(self, *, timeout_s: float) -> None:
@@ -320,6 +321,8 @@ class LearnerClient:
         await self._ask(request, message, timeout_s, f"the note of version {policy_version}")
 
     async def _ask(self, request: int, message: msgspec.Struct, timeout_s: float, what: str) -> Shard | None:
+        if self._broken is not None:
+            raise self._broken
         if self._ended is not None:
             return None
         question = self._question = _Question(request, wire.pack(message), self._loop.create_future())
@@ -346,30 +349,28 @@ class LearnerClient:
                 elif message.kind == "data":
                     self._handle(message)
         except ClosedError as error:
-            self._end(str(error), ClosedError(str(error)))
+            self._break(str(error))
 
     def _handle(self, message: Message) -> None:
         try:
             body, arrays = wire.TO_LEARNER.unpack(message.frames)
             if isinstance(body, wire.End):
-                self._end(body.reason, None)
+                self._ended = body.reason
+                if self._question is not None and not self._question.answer.done():
+                    self._question.answer.set_result(None)
             elif self._question is not None and body.request == self._question.request:
                 self._question.take(body, arrays)
         except wire.FrameError as error:
             logger.warning("dropped a message of the buffer process: %s", error)
 
-    def _end(self, reason: str, error: ClosedError | None) -> None:
-        """The open question, if any, has `error`, or None for an answer."""
-        if self._ended is None:
-            self._ended = reason
+    def _break(self, reason: str) -> None:
+        if self._broken is None and self._ended is None:
+            self._broken = ClosedError(reason)
         if self._question is not None and not self._question.answer.done():
-            if error is None:
-                self._question.answer.set_result(None)
-            else:
-                self._question.answer.set_exception(error)
+            self._question.answer.set_exception(ClosedError(reason))
 
     async def _close(self) -> None:
-        self._end("closed", ClosedError("the client was closed"))
+        self._break("the client was closed")
         await self._connection.close()
         if self._pump is not None:
             await asyncio.wait([self._pump])

@@ -7,8 +7,9 @@
 
 Everything happens in reaction to a message, a group deadline or `stop`; there is no polling. After each event, in this
 order: waiting ranks are served if the batch is complete, then credit is turned into leases as far as admission allows.
-A new group needs room by `ReplayBuffer.stats().capacity` (admission and bytes) and a generator that has proven
-weights of version >= v - S, else its rollouts would be born stale; it goes out whole if some credit lets it.
+Members go only to generators that have proven weights of version g >= v - S, else they would be born stale. A new group
+also needs room by `ReplayBuffer.capacity`, counted from g and not from v: the learner's new version opens no room
+to a generator that has yet to load it. It goes out whole if some credit lets it.
 
 Waits: `run` waits for the next message or group deadline; peers, the clock or `stop` end it. Nothing else waits: sends
 never do (streamrl/transport.py), so one event is handled to its end before the next.
@@ -151,7 +152,7 @@ class BufferServer:
         """The ledger, and who waits for whom."""
         stats = self.buffer.stats()
         rejected = dict(stats.rejected_rollouts)
-        malformed = sum(self._malformed.values()) + self._listener.stats.malformed
+        malformed = sum(self._malformed.values()) + self._listener.num_malformed
         if malformed:
             rejected["malformed"] = rejected.get("malformed", 0) + malformed
         return msgspec.structs.replace(stats, rejected_rollouts=rejected, waits=self._waits(stats))
@@ -287,7 +288,7 @@ class BufferServer:
         while True:
             ready = [g for g in self._generators.values() if g.credit and g.policy_version >= max(0, oldest)]
             if not self.leases.has_pending:
-                ready = [g for g in ready if self._could_take_a_group(g)]
+                ready = [g for g in ready if self._could_take_a_group(g) and self._is_admitted(g)]
                 if not ready or not self._open_group():
                     break
             if not ready:
@@ -310,9 +311,10 @@ class BufferServer:
         """All of it, or part of it if its credit cannot grow any further."""
         return generator.credit >= self._config.algorithm.group_size or not self.leases.num_held(generator.name)
 
+    def _is_admitted(self, generator: _Generator) -> bool:
+        return not self._source.exhausted and self.buffer.capacity(policy_version=generator.policy_version) > 0
+
     def _open_group(self) -> bool:
-        if self._source.exhausted or self.buffer.stats().capacity < 1:
-            return False
         prompt = self._source.next()
         if prompt is None:
             return False

@@ -19,13 +19,12 @@ above any credit, and a peer that lets it fill is dropped. `close` is bounded by
 heartbeat ticks of our own, so that a stall of this process is not taken for the silence of its peers.
 
 Security. Loopback unless told otherwise; another address needs `CurveKeys`. With them every peer proves that it
-holds the run's client key before a frame of it is read; the others are refused and counted in `ListenerStats`.
+holds the run's client key before a frame of it is read; the others are refused and counted in `Listener.num_refused`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import os
@@ -42,14 +41,14 @@ from zmq.utils.monitor import recv_monitor_message
 
 from streamrl.errors import ClosedError, ConfigError, DeadlineExceededError, StreamrlError
 from streamrl.mailbox import Mailbox
-from streamrl.wire import MAX_FRAME_BYTES, MAX_FRAMES, Codec, Frame, FrameError, Name, pack
+from streamrl.wire import HELLO, MAX_FRAME_BYTES, MAX_FRAMES, Frame, FrameError, Hello, pack
 
 HEARTBEAT_S = 2.0
 PEER_TIMEOUT_S = 15.0
 PIPE_MESSAGES = 1 << 16  # of one socket and direction; the bound in practice is the credit of the two ends
 INBOX_MESSAGES = 1024  # received and not yet taken by `receive`; beyond it TCP holds the peers back
 FLUSH_MS = 500  # how long `close` waits for the last frames to leave
-_RETRY_S = (0.05, 1.0)  # first and longest pause between two sessions
+_RETRY_S = 0.1  # pause between two sessions
 _GRACE_TICKS = 2  # a peer whose link broke has this many heartbeats to come back
 
 _HELLO, _WELCOME, _REFUSED, _RESET, _BEAT, _DATA, _GOODBYE = (bytes([c]) for c in b"HWRXBDG")
@@ -82,17 +81,6 @@ class CurveKeys(msgspec.Struct, frozen=True):
         return key.decode() == self.client_public
 
 
-class Hello(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """First message of a session. `life` is random per Connection: it tells a reconnect from a new process."""
-
-    name: Name
-    life: str
-    payload: bytes
-
-
-_hello_codec = Codec(Hello)
-
-
 @dataclass(frozen=True, slots=True)
 class Message:
     """What `receive` returns.
@@ -113,23 +101,12 @@ class Message:
 
 
 @dataclass(slots=True)
-class ListenerStats:
-    """What a listener kept out, since it started."""
-
-    refused: int = 0  # handshakes refused: wrong keys, wrong schema, or by `welcome`
-    malformed: int = 0  # messages dropped
-    resets: int = 0  # sessions that had to be started again
-
-
-@dataclass(slots=True)
 class _Peer:
     name: str
     life: str
-    routing_id: bytes | None  # None while its link is down
+    routing_id: bytes
+    up: bool = True  # whether frames can be sent; what its socket sent before it broke still comes in
     silent_ticks: int = 0
-
-
-Welcome = Callable[[str, bytes], bytes]
 
 
 class Listener:
@@ -144,7 +121,7 @@ class Listener:
         *,
         bind: str = "tcp://127.0.0.1:0",
         curve: CurveKeys | None = None,
-        welcome: Welcome = lambda name, payload: b"",
+        welcome: Callable[[str, bytes], bytes] = lambda name, payload: b"",
         max_frame_bytes: int = MAX_FRAME_BYTES,
         heartbeat_s: float = HEARTBEAT_S,
         peer_timeout_s: float = PEER_TIMEOUT_S,
@@ -152,6 +129,8 @@ class Listener:
         if curve is None and not re.match(r"(ipc://|tcp://(127\.[\d.]+|localhost|\[::1\]):)", bind):
             raise ConfigError(f"bind ({bind}): reachable from other hosts, which needs CURVE keys. Pass curve=.")
         self._bind = bind
+        self._context: zmq.asyncio.Context | None = None
+        self._authenticator: AsyncioAuthenticator | None = None
         self._curve = curve
         self._welcome = welcome
         self._max_frame_bytes = max_frame_bytes
@@ -162,7 +141,9 @@ class Listener:
         self._by_id: dict[bytes, _Peer] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._complained: set[str] = set()
-        self.stats = ListenerStats()
+        self.num_refused = 0  # handshakes: wrong keys, wrong schema, or refused by `welcome`
+        self.num_malformed = 0  # messages dropped
+        self.num_resets = 0  # sessions that had to be started again
 
     async def start(self) -> str:
         """Bind; returns the address that peers connect to.
@@ -174,7 +155,6 @@ class Listener:
         self._socket = _socket(self._context, zmq.ROUTER, self._max_frame_bytes)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.BACKLOG, 1024)
-        self._authenticator: AsyncioAuthenticator | None = None
         if self._curve is not None:
             self._authenticator = AsyncioAuthenticator(self._context)
             self._authenticator.start()
@@ -188,7 +168,7 @@ class Listener:
         except zmq.ZMQError as error:
             await self._teardown()
             raise ConfigError(f"bind ({self._bind}): {error}. Choose another port, or 0 for any.") from None
-        self._tasks = [self._spawn(self._read()), self._spawn(self._beat()), self._spawn(self._count_refused())]
+        self._tasks = [_spawn(work, self._inbox) for work in (self._read(), self._beat(), self._count_refused())]
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     async def receive(self) -> Message:
@@ -198,30 +178,26 @@ class Listener:
     async def send(self, peer: str, frames: Sequence[Frame]) -> bool:
         """False if the peer is not there (any more); nothing is kept for it then."""
         known = self._peers.get(peer)
-        if known is None or known.routing_id is None:
-            return False
-        if await self._post(known.routing_id, _DATA, *frames):
-            return True
-        self._void(known)
-        return False
+        return known is not None and await self._post_to(known, _DATA, *frames)
 
     async def close(self, *, reason: str = "closed") -> None:
         """Say goodbye to every peer and free the socket. Bounded; may be called twice."""
         self._inbox.close(reason)
         for peer in self._peers.values():
-            if peer.routing_id is not None:
-                await self._post(peer.routing_id, _GOODBYE, reason.encode())
+            await self._post_to(peer, _GOODBYE, reason.encode())
         self._peers.clear()
         self._by_id.clear()
         await _cancel(self._tasks)
         await self._teardown()
 
     async def _teardown(self) -> None:
+        context, self._context = self._context, None
+        if context is None:
+            return
         if self._authenticator is not None:
             self._authenticator.stop()
-            self._authenticator = None
         await _close_socket(self._socket, self._monitor, linger_ms=FLUSH_MS)
-        await asyncio.to_thread(self._context.term)
+        await asyncio.to_thread(context.term)
 
     async def _read(self) -> None:
         while True:
@@ -232,46 +208,38 @@ class Listener:
     async def _handle(self, routing_id: bytes, parts: list[bytes]) -> list[Message]:
         kind = parts[0] if parts else b""
         peer = self._by_id.get(routing_id)
-        if len(parts) > MAX_FRAMES + 2:
-            self._complain(peer, f"a message of {len(parts)} frames")
-        elif kind == _HELLO:
+        if kind == _HELLO:
             return await self._greet(routing_id, parts[1:])
+        if kind not in (_DATA, _BEAT, _GOODBYE) or len(parts) > MAX_FRAMES + 2:
+            self._complain(peer, f"a message of kind {kind[:8]!r} with {len(parts)} frames")
         elif peer is None:
-            if kind in (_DATA, _BEAT):
-                self.stats.resets += 1
-                await self._post(routing_id, _RESET)
-            elif kind != _GOODBYE:
-                self._complain(None, f"a message of unknown kind {kind[:8]!r}")
-        elif kind == _DATA:
-            peer.silent_ticks = 0
-            return [Message(peer.name, "data", parts[1:])]
-        elif kind == _BEAT:
-            peer.silent_ticks = 0
-        elif kind == _GOODBYE:
-            return [self._remove(peer, parts[1] if len(parts) > 1 else b"goodbye")]
+            self.num_resets += 1
+            await self._post(routing_id, _RESET)
         else:
-            self._complain(peer, f"a message of unknown kind {kind[:8]!r}")
+            peer.silent_ticks = 0
+            if kind == _DATA:
+                return [Message(peer.name, "data", parts[1:])]
+            if kind == _GOODBYE:
+                return [self._remove(peer, b"goodbye")]
         return []
 
     async def _greet(self, routing_id: bytes, frames: list[bytes]) -> list[Message]:
         try:
-            hello, _ = _hello_codec.unpack(frames)
+            hello, _ = HELLO.unpack(frames)
             welcome = self._welcome(hello.name, hello.payload)
         except StreamrlError as error:
             if isinstance(error, FrameError) and error.reason != "schema":
                 self._complain(None, f"a hello: {error}")
-            self.stats.refused += 1
+            self.num_refused += 1
             await self._post(routing_id, _REFUSED, str(error).encode())
             return []
         messages: list[Message] = []
         old = self._peers.get(hello.name)
         if old is not None:
+            left = self._remove(old, b"replaced by a newer process of the same name")
             if old.life != hello.life:
-                if old.routing_id is not None:
-                    await self._post(old.routing_id, _REFUSED, b"replaced by a newer process of the same name")
-                messages.append(self._remove(old, b"replaced by a newer process of the same name"))
-            elif old.routing_id is not None:
-                self._by_id.pop(old.routing_id)
+                await self._post(old.routing_id, _REFUSED, left.frames[0])
+                messages.append(left)
         self._peers[hello.name] = self._by_id[routing_id] = _Peer(hello.name, hello.life, routing_id)
         await self._post(routing_id, _WELCOME, welcome)
         messages.append(Message(hello.name, "joined", [hello.payload]))
@@ -281,8 +249,7 @@ class Listener:
         while True:
             await asyncio.sleep(self._heartbeat_s)
             for peer in list(self._peers.values()):
-                if peer.routing_id is not None and not await self._post(peer.routing_id, _BEAT):
-                    self._void(peer)
+                await self._post_to(peer, _BEAT)
                 if self._inbox.full:
                     continue  # we are not reading, so their silence means nothing
                 peer.silent_ticks += 1
@@ -292,41 +259,38 @@ class Listener:
     async def _count_refused(self) -> None:
         while True:
             await recv_monitor_message(self._monitor)
-            self.stats.refused += 1
+            self.num_refused += 1
+
+    async def _post_to(self, peer: _Peer, *parts: Frame) -> bool:
+        """If it fails the session is over, and the peer has a moment to start another."""
+        if peer.up and not await self._post(peer.routing_id, *parts):
+            peer.up = False
+            peer.silent_ticks = max(peer.silent_ticks, self._max_silent_ticks - _GRACE_TICKS)
+        return peer.up
 
     async def _post(self, routing_id: bytes, *parts: Frame) -> bool:
         try:
             await self._socket.send_multipart([routing_id, *parts], flags=zmq.NOBLOCK)
+        except zmq.Again:
+            self._by_id.pop(routing_id, None)  # it lost a frame, so what it says next is answered by RESET
+            return False
         except zmq.ZMQError as error:
-            if error.errno not in (errno.EAGAIN, errno.EHOSTUNREACH):
+            if error.errno != errno.EHOSTUNREACH:
                 raise
             return False
         return True
 
-    def _void(self, peer: _Peer) -> None:
-        """The session is broken, or so slow that its pipe is full: the peer has a moment to start another."""
-        if peer.routing_id is not None:
-            self._by_id.pop(peer.routing_id, None)
-            peer.routing_id = None
-        peer.silent_ticks = max(peer.silent_ticks, self._max_silent_ticks - _GRACE_TICKS)
-
     def _remove(self, peer: _Peer, reason: bytes) -> Message:
         self._peers.pop(peer.name, None)
-        if peer.routing_id is not None:
-            self._by_id.pop(peer.routing_id, None)
+        self._by_id.pop(peer.routing_id, None)
         return Message(peer.name, "left", [reason])
 
     def _complain(self, peer: _Peer | None, what: str) -> None:
-        self.stats.malformed += 1
+        self.num_malformed += 1
         name = "a stranger" if peer is None else peer.name
         if name not in self._complained:
             self._complained.add(name)
             logger.warning("dropped %s from %s; further ones are only counted", what, name)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        task.add_done_callback(lambda t: _close_if_broken(t, self._inbox))
-        return task
 
 
 @dataclass(slots=True)
@@ -336,10 +300,6 @@ class _Session:
     lost: asyncio.Future[str]  # why the session ended
     up: bool = False
     silent_ticks: int = 0
-
-    def end(self, reason: str) -> None:
-        if not self.lost.done():
-            self.lost.set_result(reason)
 
 
 class Connection:
@@ -385,23 +345,19 @@ class Connection:
         self._hello = hello if callable(hello) else lambda: hello
         self._context = zmq.asyncio.Context()
         self._welcomed: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._keep())
-        self._task.add_done_callback(lambda t: _close_if_broken(t, self._inbox))
+        self._task = _spawn(self._keep(), self._inbox)
         try:
             ends: set[asyncio.Future[Any]] = {self._welcomed, self._task}
             await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if self._welcomed.done():
-                return self._welcomed.result()
-        except asyncio.CancelledError:
-            await self.close()
-            raise
-        broken = self._task.done()
-        await self.close()
-        if broken:
+        finally:
+            if not self._welcomed.done():
+                await self.close()
+        if self._welcomed.done():
+            return self._welcomed.result()
+        if self._closed_by_peer:
             raise ClosedError(f"{self.address} refused {self.name}: {self._trouble}")
-        raise DeadlineExceededError(
-            f"{self.name} waited {timeout_s:g} s for the handshake of {self.address}: {self._trouble}"
-        )
+        what = f"{self.name} waited {timeout_s:g} s for the handshake of {self.address}"
+        raise DeadlineExceededError(f"{what}: {self._trouble}")
 
     async def send(self, frames: Sequence[Frame]) -> bool:
         """False while the link is down: nothing is kept, send it again at the next "joined"."""
@@ -411,23 +367,21 @@ class Connection:
         return await self._post(session, _DATA, *frames)
 
     async def receive(self) -> Message:
-        """The next message. Waits; ClosedError after `close`, or when the listener said goodbye or refused a later
-        session."""
+        """The next message. Waits; ClosedError after `close`, or when the listener closed or refused a new session."""
         return await self._inbox.get()
 
-    async def close(self, *, reason: str = "goodbye") -> None:
+    async def close(self) -> None:
         """Say goodbye, give queued frames `FLUSH_MS` to leave, free the socket. May be called twice."""
-        self._inbox.close(reason)
+        self._inbox.close(f"the connection to {self.address} was closed")
         if self._task is None:
             return
         if self._session is not None and self._session.up:
-            await self._post(self._session, _GOODBYE, reason.encode())
+            await self._post(self._session, _GOODBYE)
         await _cancel([self._task])
         await asyncio.to_thread(self._context.term)
 
     async def _keep(self) -> None:
         """One session after the other, until `close`, or until the listener ends it."""
-        pause, longest = _RETRY_S
         while True:
             session = self._session = self._open()
             try:
@@ -439,15 +393,11 @@ class Connection:
                 self._inbox.close(f"{self.address}: {reason}")
                 return
             if session.up:
-                pause = _RETRY_S[0]
                 await self._inbox.put(Message(self.address, "left", [reason.encode()]))
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, longest)
+            await asyncio.sleep(_RETRY_S)
 
     def _open(self) -> _Session:
         socket = _socket(self._context, zmq.DEALER, self._max_frame_bytes)
-        socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if self._curve is not None:
             socket.curve_serverkey = self._curve.server_public.encode()
             socket.curve_publickey = self._curve.client_public.encode()
@@ -489,22 +439,15 @@ class Connection:
 
     async def _watch(self, session: _Session) -> str:
         while True:
-            event = await recv_monitor_message(session.monitor)
-            if event["event"] == zmq.EVENT_CONNECTED:
+            event = (await recv_monitor_message(session.monitor))["event"]
+            if event == zmq.EVENT_CONNECTED:
                 self._trouble = "the port is open, but no welcome came"
-            elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self._closed_by_peer = True
-                self._trouble = "the CURVE key is not of this run"
-                return self._trouble
-            elif event["event"] == zmq.EVENT_DISCONNECTED:
-                if not session.up:
-                    self._trouble = (
-                        "the connection is dropped in the handshake: CURVE keys differ, or are on one side only"
-                    )
-                return "the connection broke"
-            else:
-                self._trouble = "the CURVE handshake failed: keys differ, or are on one side only"
-                return self._trouble
+                continue
+            if not session.up:
+                self._trouble = "the handshake failed: CURVE keys differ, or are on one side only"
+            while await session.socket.poll(0):  # what came before the break is read first: it may be a goodbye
+                await asyncio.sleep(0.001)
+            return "the connection broke"
 
     async def _beat(self, session: _Session) -> str:
         while True:
@@ -521,7 +464,8 @@ class Connection:
         try:
             await session.socket.send_multipart(parts, flags=zmq.NOBLOCK)
         except zmq.Again:
-            session.end("the listener does not read")
+            if not session.lost.done():
+                session.lost.set_result("the listener does not read")
             return False
         return True
 
@@ -539,19 +483,23 @@ async def _close_socket(socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket,
     socket.disable_monitor()
     monitor.close(linger=0)
     socket.close(linger=linger_ms)
-    await asyncio.sleep(0)  # let cancelled futures of the sockets run
+    await asyncio.sleep(0)  # the sockets' cancelled futures
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
-    for task in tasks:
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _close_if_broken(task: asyncio.Task[None], inbox: Mailbox[Message]) -> None:
+def _spawn(work: Coroutine[Any, Any, None], inbox: Mailbox[Message]) -> asyncio.Task[None]:
     """A bug in a background task must reach whoever waits in `receive`, not hang it."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("the transport broke", exc_info=error)
-        inbox.close(f"the transport broke: {error!r}")
+
+    def done(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the transport broke", exc_info=error)
+            inbox.close(f"the transport broke: {error!r}")
+
+    task = asyncio.create_task(work)
+    task.add_done_callback(done)
+    return task

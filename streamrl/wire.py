@@ -150,6 +150,19 @@ def _refuse_other_schema(schema: int | None) -> None:
         )
 
 
+# -- every link: the first message of a session (streamrl/transport.py) ----------------------------------------------
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """`life` is random per Connection: it tells a reconnect from a new process of the same name."""
+
+    name: Name
+    life: str
+    payload: bytes
+
+
+HELLO = Codec(Hello)
+
 # -- the rollout stream: generator <-> buffer ------------------------------------------------------------------------
 
 

@@ -1,0 +1,245 @@
+"""The wire format: round trips, and everything that does not follow it is refused with a countable reason."""
+
+from __future__ import annotations
+
+import os
+import random
+import tracemalloc
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stand_ins import make_rollout
+
+from streamrl import wire
+from streamrl.errors import WireError
+from streamrl.records import Failure, Lease, Rollout, RolloutGroup, RolloutTimings
+
+NUM_MUTATIONS = 100_000 if os.environ.get("STREAMRL_FULL_TESTS") else 5_000
+
+
+def same(a: Rollout, b: Rollout) -> bool:
+    arrays = ("prompt_ids", "response_ids", "old_log_probs", "versions")
+    scalars = (
+        "uid",
+        "member",
+        "attempt",
+        "incarnation",
+        "reward",
+        "reward_parts",
+        "finish_reason",
+        "generator",
+        "timings",
+    )
+    return all(np.array_equal(getattr(a, n), getattr(b, n)) for n in arrays) and all(
+        getattr(a, n) == getattr(b, n) for n in scalars
+    )
+
+
+def received(frames: list[wire.Frame]) -> list[wire.Frame]:
+    """Frames as they come out of a socket."""
+    return [bytes(frame) for frame in frames]
+
+
+def reason_of(frames: list[wire.Frame]) -> str:
+    with pytest.raises(wire.FrameError) as caught:
+        wire.decode_rollout(frames)
+    return caught.value.reason
+
+
+@given(
+    length=st.integers(1, 50),
+    prompt=st.integers(0, 20),
+    member=st.integers(0, 500),
+    reward=st.floats(allow_nan=False, allow_infinity=False),
+    uid=st.text(min_size=1, max_size=30),
+    parts=st.dictionaries(st.text(max_size=8), st.floats(-1, 1), max_size=3),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=25, deadline=None)
+def test_a_rollout_survives_the_wire_bit_for_bit(
+    length: int, prompt: int, member: int, reward: float, uid: str, parts: dict[str, float], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    rollout = make_rollout(
+        uid,
+        member,
+        2,
+        prompt_ids=rng.integers(0, 1 << 31, prompt, dtype=np.int32),
+        response_ids=rng.integers(0, 1 << 31, length, dtype=np.int32),
+        old_log_probs=-rng.random(length, dtype=np.float32),
+        versions=rng.integers(0, 1 << 31, length, dtype=np.int32),
+        incarnation=3,
+        reward=reward,
+        reward_parts=parts,
+        finish_reason="length",
+        generator="generator-1",
+        timings=RolloutTimings(queue_s=0.1, generate_s=0.2, reward_s=0.3, finished_at=1e9),
+    )
+    assert same(wire.decode_rollout(received(wire.encode_rollout(rollout))), rollout)
+
+
+def test_arrays_are_not_copied_on_either_side() -> None:
+    rollout = make_rollout(length=100)
+    frames = wire.encode_rollout(rollout)
+    assert np.shares_memory(np.frombuffer(frames[2], dtype=np.int32), rollout.response_ids)
+    frames = received(frames)
+    decoded = wire.decode_rollout(frames)
+    assert np.shares_memory(decoded.response_ids, np.frombuffer(frames[2], dtype=np.int32))
+    assert not decoded.response_ids.flags.writeable
+
+
+def test_a_header_of_one_rollout_is_small() -> None:
+    assert len(wire.encode_rollout(make_rollout(length=8000))[0]) < 200
+
+
+def test_a_group_survives_the_wire_with_views_of_one_buffer() -> None:
+    rollouts = tuple(make_rollout(member=m, length=m + 1, version=m) for m in range(4))
+    group = RolloutGroup(uid="0-000000", rollouts=rollouts, times_sampled=2, probability=0.25)
+    message, arrays = wire.TO_LEARNER.unpack(received(wire.encode_group(group, request=7)))
+    decoded = wire.group_from(message, arrays)
+    assert (message.request, decoded.uid, decoded.times_sampled, decoded.probability) == (7, "0-000000", 2, 0.25)
+    assert all(map(same, decoded.rollouts, rollouts))
+    assert all(np.shares_memory(r.response_ids, arrays[1]) for r in decoded.rollouts)
+
+
+def test_a_lease_carries_its_prompt_and_its_task() -> None:
+    lease = Lease(
+        uid="0-000017", members=(0, 3), attempts=(0, 1), task={"source": "chain_sum", "metadata": {"a": [1, 2]}}
+    )
+    message, arrays = wire.TO_GENERATOR.unpack(received(wire.encode_lease(lease, np.arange(5, dtype=np.int32))))
+    decoded, prompt_ids = wire.lease_from(message, arrays)
+    assert decoded == lease
+    assert prompt_ids.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_lease_without_one_attempt_per_member_is_refused() -> None:
+    lease = Lease(uid="0-000017", members=(0, 3), attempts=(0,))
+    message, arrays = wire.TO_GENERATOR.unpack(received(wire.encode_lease(lease, np.arange(5, dtype=np.int32))))
+    with pytest.raises(wire.FrameError, match="2 members and 1 attempts"):
+        wire.lease_from(message, arrays)
+
+
+def test_a_codec_knows_only_its_own_messages() -> None:
+    failure = Failure(uid="0-000017", member=1, attempt=0, reason="reward_timeout")
+    assert wire.TO_BUFFER.unpack(received(wire.pack(failure)))[0] == failure
+    with pytest.raises(wire.FrameError, match="^kind: 'Failure' is none of Lease"):
+        wire.TO_GENERATOR.unpack(received(wire.pack(failure)))
+
+
+def test_another_schema_version_is_refused_with_a_sentence_whatever_else_changed() -> None:
+    for header in ([2, "RolloutMessage", [], {}], [2], [2, {"new": "shape"}], [2, 1, 2, 3, 4, 5]):
+        with pytest.raises(wire.FrameError, match="schema 2, this process speaks 1; start every process") as caught:
+            wire.TO_BUFFER.unpack([msgspec.msgpack.encode(header)])
+        assert caught.value.reason == "schema"
+
+
+def test_wrong_dtypes_shapes_and_counts_are_refused_by_reason() -> None:
+    good = received(wire.encode_rollout(make_rollout()))
+    assert reason_of([]) == "frames"
+    assert reason_of(good[:-1]) == "frames"
+    assert reason_of([*good, b""]) == "frames"
+    assert reason_of([good[0]] * 40) == "frames"
+    assert reason_of([b"\x91" * 100_000, *good[1:]]) == "header"
+    assert reason_of([b"", *good[1:]]) == "header"
+    assert reason_of([*good[:2], good[2][:-1], *good[3:]]) == "array"
+    assert reason_of([*good[:2], good[2][:-4], *good[3:]]) == "array"
+    assert reason_of([b"\0" * (wire.MAX_HEADER_BYTES + 1), *good[1:]]) == "size"
+    assert (
+        reason_of(received(wire.encode_rollout(make_rollout(old_log_probs=np.zeros(5, dtype=np.float64))))) == "array"
+    )
+    assert reason_of(received(wire.encode_rollout(make_rollout(versions=np.zeros(4, dtype=np.int32))))) == "array"
+    assert reason_of(received(wire.encode_rollout(make_rollout(length=0)))) == "header"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"old_log_probs": np.array([0, np.nan, 0, 0, 0], dtype=np.float32)},
+        {"old_log_probs": np.array([0, -np.inf, 0, 0, 0], dtype=np.float32)},
+        {"versions": np.array([0, -1, 0, 0, 0], dtype=np.int32)},
+        {"response_ids": np.array([0, -1, 0, 0, 0], dtype=np.int32)},
+        {"prompt_ids": np.array([-1], dtype=np.int32)},
+        {"reward": float("nan")},
+        {"reward_parts": {"format": float("inf")}},
+    ],
+)
+def test_values_that_would_poison_training_are_refused(changes: dict[str, object]) -> None:
+    assert reason_of(received(wire.encode_rollout(make_rollout(**changes)))) == "value"
+
+
+def test_what_no_receiver_would_take_is_refused_at_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1000)
+    with pytest.raises(wire.FrameError, match="size: an array of 4000 bytes"):
+        wire.encode_rollout(make_rollout(length=1000))
+
+
+def test_mutated_frames_never_crash_and_never_grow_memory() -> None:
+    """Bit flips, truncations, extensions, swaps, drops and replays of frames of every kind."""
+    rng = random.Random(0)
+    group = RolloutGroup(uid="0-000000", rollouts=tuple(make_rollout(member=m) for m in range(3)))
+    originals = [
+        received(wire.encode_rollout(make_rollout(reward_parts={"a": 1.0}, generator="generator-0"))),
+        received(wire.encode_group(group, request=1)),
+        received(wire.encode_lease(Lease(uid="u", members=(0,), attempts=(0,)), np.arange(3, dtype=np.int32))),
+        received(wire.pack(Failure(uid="u", member=0, attempt=0, reason="r"))),
+    ]
+    codec = wire.Codec(wire.RolloutMessage, wire.GroupMessage, Lease, Failure)
+    outcomes = {"refused": 0, "taken": 0}
+
+    def decode(frames: list[wire.Frame]) -> None:
+        try:
+            message, arrays = codec.unpack(frames)
+            if isinstance(message, wire.RolloutMessage):
+                wire.rollout_from(message, arrays)
+            elif isinstance(message, wire.GroupMessage):
+                wire.group_from(message, arrays)
+            elif isinstance(message, Lease):
+                wire.lease_from(message, arrays)
+            outcomes["taken"] += 1
+        except WireError:
+            outcomes["refused"] += 1
+
+    def mutate(frames: list[wire.Frame]) -> list[wire.Frame]:
+        frames = list(frames)
+        for _ in range(rng.randint(1, 3)):
+            i = 0 if rng.random() < 0.6 else rng.randrange(len(frames))
+            frame = bytearray(frames[i])
+            match rng.randrange(6):
+                case 0 if frame:
+                    frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
+                case 1:
+                    frame = frame[: rng.randrange(len(frame) + 1)]
+                case 2:
+                    at = rng.randrange(len(frame) + 1)
+                    frame[at:at] = rng.choice(
+                        [b"\xdd\xff\xff\xff\xff", b"\xdb\x7f\xff\xff\xff", b"\xcb\x7f\xf8" + b"\0" * 6]
+                    )
+                case 3:
+                    frames.insert(rng.randrange(len(frames) + 1), rng.randbytes(rng.randrange(40)))
+                    continue
+                case 4 if len(frames) > 1:
+                    del frames[rng.randrange(len(frames))]
+                    break
+                case _:
+                    j = rng.randrange(len(frames))
+                    frames[i], frames[j] = frames[j], frames[i]
+                    continue
+            frames[i] = bytes(frame)
+        return frames
+
+    for _ in range(200):  # warm every cache before memory is counted
+        decode(mutate(rng.choice(originals)))
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(NUM_MUTATIONS):
+            decode(mutate(rng.choice(originals)))
+        after, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert outcomes["refused"] + outcomes["taken"] == NUM_MUTATIONS + 200
+    assert outcomes["refused"] > 0.7 * NUM_MUTATIONS
+    assert after - before < 1 << 20 and peak - before < 16 << 20
