@@ -186,6 +186,8 @@ class Learner:
         torch.set_num_threads(config.learner.threads)
         torch.manual_seed(config.run.seed)
         on_gpu = config.learner.gpus > 0
+        if on_gpu:
+            torch.cuda.set_device(0)  # Ray shows each rank its own
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             init_method=f"tcp://{self._master}",

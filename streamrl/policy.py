@@ -3,11 +3,11 @@
 Attention over packed sequences is the one thing that is not per token. It is registered with transformers under the
 name `streamrl_packed`, so that every model that supports attention backends runs unchanged:
 
-- on a GPU it is `torch.nn.attention.varlen` (flash attention over sequence boundaries);
-- on a CPU queries, keys and values are spread to [sequences, longest] and go through causal attention without a mask:
-  the padding stands on the right, where no real token looks. Everything else stays padding-free. For 128 sequences of
-  18 to 32 tokens and a 0.8M model this takes 0.22 s forward and backward on one core; padding everything takes 0.25
-  s, and the [tokens, tokens] block mask that transformers makes from position_ids 1.00 s.
+- on a GPU in bfloat16 it is `torch.nn.attention.varlen` (flash attention over sequence boundaries);
+- else queries, keys and values are spread to [sequences, longest] and go through causal attention without a mask: the
+  padding stands on the right, where no real token looks. Everything else stays padding-free. For 128 sequences of 18
+  to 32 tokens and a 0.8M model this takes 0.22 s forward and backward on one core; padding everything takes 0.25 s,
+  and the [tokens, tokens] block mask that transformers makes from position_ids 1.00 s.
 
 Logits are never held for all tokens of a large vocabulary: beyond `MAX_LOGITS` numbers the head runs in chunks that
 are computed again in the backward pass. Weights and optimizer state are float32 for every `dtype`; `bfloat16` is the
@@ -195,11 +195,9 @@ def _blocks(model: Any) -> list[nn.Module]:
 def _attention_context(lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
     """What `packed_attention` needs to know about the packing, as keyword arguments of the model."""
     longest = max(lengths)
-    if device.type == "cuda":
-        boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-        return {"boundaries": boundaries, "longest": longest}
     slots = torch.cat([torch.arange(n) + i * longest for i, n in enumerate(lengths)])
-    return {"slots": slots.to(device), "num_sequences": len(lengths), "longest": longest}
+    boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return {"slots": slots.to(device), "boundaries": boundaries.to(device), "longest": longest}
 
 
 def packed_attention(
@@ -209,10 +207,9 @@ def packed_attention(
     value: Tensor,
     attention_mask: None,
     *,
+    slots: Tensor,
+    boundaries: Tensor,
     longest: int,
-    boundaries: Tensor | None = None,
-    slots: Tensor | None = None,
-    num_sequences: int = 0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **_: Any,
@@ -221,9 +218,9 @@ def packed_attention(
 
     Args:
         query: [1, heads, T, D]. key, value: [1, key-value heads, T, D].
+        slots: [T] int64, the place of each token in a padded layout [N * longest].
+        boundaries: [N + 1] int32 cumulative lengths.
         longest: tokens of the longest sequence.
-        boundaries: [N + 1] int32 cumulative lengths (GPU).
-        slots: [T] int64 place of each token in the [N * longest] padded layout, and num_sequences N (CPU).
         scaling: factor of the scores.
         sliding_window: of the layer; refused if shorter than the longest sequence.
 
@@ -237,24 +234,17 @@ def packed_attention(
         )
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
     grouped = query.shape[1] != key.shape[1]
-    if boundaries is not None:
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         from torch.nn.attention.varlen import varlen_attn  # the module loads CUDA kernels
 
+        if grouped:  # torch 2.11 has no grouped heads here
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         out = varlen_attn(
-            query,
-            key,
-            value,
-            boundaries,
-            boundaries,
-            longest,
-            longest,
-            scale=scaling,
-            window_size=(-1, 0),
-            enable_gqa=grouped,
+            query, key, value, boundaries, boundaries, longest, longest, scale=scaling, window_size=(-1, 0)
         )
         assert isinstance(out, Tensor)
         return out[None], None
-    assert slots is not None
+    num_sequences = len(boundaries) - 1
 
     def pad(x: Tensor) -> Tensor:  # [T, heads, D] -> [N, heads, longest, D]
         padded = x.new_zeros(num_sequences * longest, *x.shape[1:]).index_copy(0, slots, x)

@@ -47,8 +47,8 @@ LENGTHS = [(1, 1), (3, 7), (5, 2), (2, 11), (1, 4), (6, 1)]
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
@@ -215,3 +215,33 @@ def test_a_sequence_beyond_a_sliding_window_is_refused(mesh: DeviceMesh, tmp_pat
     assert len(policy.probe_log_probs([[1, 2, 3, 4, 5, 6]])) == 5
     with pytest.raises(ConfigError, match="model.max_length<=6"):
         policy.probe_log_probs([[1, 2, 3, 4, 5, 6, 7]])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.2)])
+@pytest.mark.parametrize("architecture", ["gpu-llama-tied", "gpu-qwen3-grouped"])
+def test_a_gpu_gives_the_log_probs_and_gradients_of_the_cpu(
+    architecture: str, dtype: str, tolerance: float, mesh: DeviceMesh, tmp_path: pathlib.Path
+) -> None:
+    torch.manual_seed(0)
+    shape = {**SHAPE, "hidden_size": 64, "head_dim": 16}  # flash attention takes head sizes in multiples of 8
+    model = {
+        "gpu-llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True)),
+        "gpu-qwen3-grouped": lambda: Qwen3ForCausalLM(Qwen3Config(**shape, num_key_value_heads=2)),
+    }[architecture]()
+    model.save_pretrained(tmp_path / "model")
+    batch = batch_of()
+    results = []
+    for device_mesh, kind in ((mesh, "float32"), (init_device_mesh("cuda", (1,)), dtype)):
+        policy = Policy(tmp_path / "model", mesh=device_mesh, temperature=0.7, dtype=kind)
+        log_probs, _ = policy.token_log_probs(batch)
+        log_probs.sum().backward()
+        norm = policy.clip_grad_norm(1.0)
+        gradients = [p.grad.full_tensor().cpu() for p in policy.parameters()]
+        results.append((log_probs.detach().cpu(), norm, gradients))
+    (expected, expected_norm, expected_gradients), (log_probs, norm, gradients) = results
+    assert torch.allclose(log_probs, expected, atol=tolerance)
+    assert norm == pytest.approx(expected_norm, rel=tolerance)
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        assert float((ours - theirs).norm()) <= tolerance * float(theirs.norm()) + 1e-4
