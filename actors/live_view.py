@@ -41,6 +41,9 @@ class Addresses(Protocol):
     def run_url(self) -> str: ...
 
     @property
+    def viewing_command(self) -> str: ...
+
+    @property
     def problem(self) -> str: ...
 
 
@@ -110,9 +113,9 @@ class LiveView:
         if snapshot.mlflow_problem != self._printed_problem:
             self._printed_problem = snapshot.mlflow_problem
             self._print(
-                f"MLflow takes no metrics at the moment, training goes on: {snapshot.mlflow_problem}"
+                f"metrics are not taken at the moment, training goes on: {snapshot.mlflow_problem}"
                 if snapshot.mlflow_problem
-                else "MLflow takes metrics again"
+                else "metrics are taken again"
             )
         self._show(snapshot)
 
@@ -120,8 +123,11 @@ class LiveView:
         """Print the summary and write the last `status.json`."""
         self._phase = "done" if outcome.exit_code == 0 else f"ended: {outcome.reason}"
         snapshot = self._snapshot()
-        write_status(self._run_dir, snapshot)
+        with contextlib.suppress(OSError):
+            write_status(self._run_dir, snapshot)
         self._print(summary(snapshot, outcome))
+        if not snapshot.run_url and self._tracker.viewing_command:
+            self._print(f"mlflow   {self._tracker.viewing_command}")
 
     def _snapshot(self) -> Snapshot:
         tracker = self._tracker
@@ -134,7 +140,8 @@ class LiveView:
             self._live.update(render(snapshot))
         if time.monotonic() >= self._status_due:
             self._status_due = time.monotonic() + STATUS_FILE_INTERVAL_S
-            write_status(self._run_dir, snapshot)
+            with contextlib.suppress(OSError):  # a full disk is the tracker's to report
+                write_status(self._run_dir, snapshot)
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False)

@@ -53,6 +53,11 @@ class MlflowServer:
         """Empty before `start`."""
         return f"http://{_HOST}:{self._port}" if self._port else ""
 
+    @property
+    def pid(self) -> int:
+        """Leader of its process group; 0 when it is not running."""
+        return self._process.pid if self._process is not None else 0
+
     def start(self, *, timeout_s: float) -> None:
         """Start it and wait until it answers.
 

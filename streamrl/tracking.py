@@ -16,6 +16,8 @@ its `timeout_s`.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import pathlib
@@ -81,13 +83,14 @@ class _DeliveryState(msgspec.Struct, kw_only=True):
 
 
 class _MlflowDelivery:
-    """Brings one run directory's records to MLflow, a bounded request at a time. One thread owns it."""
+    """Brings one run directory's records to MLflow, a bounded request at a time. One thread calls `deliver`."""
 
     def __init__(self, run_dir: pathlib.Path, state: _DeliveryState, params: Mapping[str, Any]) -> None:
         self.state = state
         self._run_dir = run_dir
         self._params = params
         self._client: Any = None
+        self._save_lock = threading.Lock()
 
     def deliver(self, artifacts: Iterable[str], *, give_up: threading.Event) -> None:
         """Send everything that is there. Raises whatever MLflow raises; what was accepted until then is recorded.
@@ -112,19 +115,21 @@ class _MlflowDelivery:
             if name not in state.artifacts_sent and (self._run_dir / name).exists():
                 self._client.log_artifact(state.run_id, str(self._run_dir / name))
                 state.artifacts_sent.append(name)
-                self._save()
+                self.save()
         if state.end and not state.end_sent and not give_up.is_set():
             self._client.set_terminated(state.run_id, status=state.end, end_time=state.end_time_ms)
             state.end_sent = True
-            self._save()
+            self.save()
 
     def rows_left(self) -> int:
         """Optimizer steps and evaluations in the files that MLflow has not accepted."""
         offsets = self.state.offsets
         return sum(1 for file in _SPOOL_FILES for _ in read_lines(self._run_dir / file, offset=offsets.get(file, 0)))
 
-    def _save(self) -> None:
-        write_json(self._run_dir / DELIVERY_FILE, self.state)
+    def save(self) -> None:
+        """Record the state in `mlflow.json`."""
+        with self._save_lock:
+            write_json(self._run_dir / DELIVERY_FILE, self.state)
 
     def _find_or_create_run(self) -> None:
         state, client = self.state, self._client
@@ -140,7 +145,7 @@ class _MlflowDelivery:
             tags = {**state.tags, "streamrl.run_key": state.run_key}
             run = client.create_run(experiment_id, run_name=state.run_name, tags=tags)
         state.experiment_id, state.run_id = experiment_id, run.info.run_id
-        self._save()
+        self.save()
 
     def _send_params(self) -> None:
         from mlflow.entities import Param
@@ -149,7 +154,7 @@ class _MlflowDelivery:
         for start in range(0, len(params), _PARAMS_PER_REQUEST):
             self._client.log_batch(self.state.run_id, params=params[start : start + _PARAMS_PER_REQUEST])
         self.state.params_sent = True
-        self._save()
+        self.save()
 
     def _send_rows(self, file: str) -> bool:
         """One request of whole lines; False if there was nothing to send."""
@@ -174,7 +179,7 @@ class _MlflowDelivery:
             self._client.log_batch(self.state.run_id, metrics=metrics[start : start + _METRICS_PER_REQUEST])
         self.state.offsets[file] = end
         self.state.rows_sent += rows
-        self._save()
+        self.save()
         return True
 
 
@@ -195,8 +200,12 @@ class Tracker:
         self._lock = lock_run_dir(run_dir)
         self._files = {name: open(run_dir / name, "ab", buffering=0) for name in (*_SPOOL_FILES, EVENTS_FILE)}
         self._file_lock = threading.Lock()
+        self._torn: dict[str, bytes] = {}  # by file: what ends a line that was written in part
+        self._lost_lines = 0
+        self._file_problem = ""
         self._server = _server_for(config, run_dir) if config.tracking.mlflow_ui else None
         self._delivery = _MlflowDelivery(run_dir, _new_state(config, run_dir, tags or {}), flatten_config(config))
+        self._delivery.save()
         self._wake = threading.Condition()
         self._news = True
         self._artifacts = [CONFIG_FILE]
@@ -216,9 +225,15 @@ class Tracker:
         return f"{base.rstrip('/')}/#/experiments/{state.experiment_id}/runs/{state.run_id}"
 
     @property
+    def viewing_command(self) -> str:
+        """What shows the run when no server does; empty if `tracking.mlflow_uri` is a server."""
+        uri = self._delivery.state.uri
+        return "" if uri.startswith(("http://", "https://")) else f"mlflow server --backend-store-uri {uri}"
+
+    @property
     def problem(self) -> str:
-        """Why MLflow does not take metrics at the moment, in one line; empty while it does."""
-        return self._problem
+        """Why metrics are not taken at the moment, by the disk or by MLflow, in one line; empty while they are."""
+        return self._file_problem or self._problem
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One optimizer step. `metrics` are `area/name[/stat]` to number; nan and inf are written as null."""
@@ -246,11 +261,16 @@ class Tracker:
         Returns one line saying what MLflow has not got and how to deliver it; empty if it has everything.
         """
         deadline = time.monotonic() + timeout_s
-        plot_run(self._run_dir)
+        try:
+            plot_run(self._run_dir)
+        except Exception as error:  # whatever matplotlib raises: a missing picture is no reason to fail
+            self.log_event("plot_failed", reason=_one_line(error))
         with self._wake:
             self._artifacts += _LAST_ARTIFACTS
             self._delivery.state.end, self._delivery.state.end_time_ms = end, int(1000 * time.time())
             self._ended = True
+        with contextlib.suppress(OSError):  # a full disk: then it is recorded with the first delivery that works
+            self._delivery.save()
         self._notify()
         self._thread.join(timeout=max(0.0, deadline - time.monotonic()))
         self._give_up.set()
@@ -271,9 +291,17 @@ class Tracker:
         return leftover
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        """A disk that takes no more must not end the training: the line is lost, counted and said."""
         line = encode_line(record)
         with self._file_lock:
-            self._files[name].write(line)
+            try:
+                written = self._files[name].write(self._torn.pop(name, b"") + line)
+                if written < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError as error:
+                self._torn[name] = b"\n"  # so that the next line stands by itself
+                self._lost_lines += 1
+                self._file_problem = f"{self._lost_lines} lines of {name} could not be written: {error.strerror}"
 
     def _notify(self) -> None:
         with self._wake:
@@ -293,14 +321,14 @@ class Tracker:
             except Exception as error:  # whatever MLflow raises must stay in this thread
                 first, self._problem = not self._problem, _one_line(error)
                 if first:
-                    self.log_event("mlflow_unreachable", reason=self._problem)
+                    self._note("mlflow_unreachable", reason=self._problem)
                 self._wait_for_next_try(backoff_s, ended=ended)
                 backoff_s = _FIRST_BACKOFF_S if ended else min(2 * backoff_s, _LONGEST_BACKOFF_S)
             else:
                 backoff_s = _FIRST_BACKOFF_S
                 if self._problem:
                     self._problem = ""
-                    self.log_event("mlflow_back", rows_sent=self._delivery.state.rows_sent)
+                    self._note("mlflow_back", rows_sent=self._delivery.state.rows_sent)
                 if ended:
                     return
             if server_due:  # after the first delivery: two processes must not create the database at once
@@ -318,9 +346,14 @@ class Tracker:
         try:
             self._server.start(timeout_s=_SERVER_START_S)
         except (StreamrlError, OSError) as error:
-            self.log_event("mlflow_ui_failed", reason=_one_line(error))
+            self._note("mlflow_ui_failed", reason=_one_line(error))
         else:
-            self.log_event("mlflow_ui", url=self.run_url or self._server.url)
+            self._note("mlflow_ui", url=self.run_url or self._server.url, pid=self._server.pid)
+
+    def _note(self, kind: str, **fields: Any) -> None:
+        """An event of the thread's; it may come when the files are closed already."""
+        if not self._give_up.is_set():
+            self.log_event(kind, **fields)
 
 
 def deliver(run_dir: pathlib.Path, *, uri: str = "") -> int:
@@ -401,8 +434,8 @@ def _mlflow_client(uri: str) -> Any:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     from mlflow.tracking import MlflowClient
 
-    for name in ("mlflow", "alembic"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # their notes would break the live view
+    for name in ("mlflow", "alembic", "urllib3"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # what they say would break the live view
     return MlflowClient(tracking_uri=uri)
 
 
