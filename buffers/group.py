@@ -79,18 +79,24 @@ class Group:
 
 
 def is_well_formed(rollout: Rollout, *, group_size: int) -> bool:
-    """Whether a rollout can be a member: arrays of the right types, shapes and length, finite numbers, known member."""
+    """Whether a rollout can be a member: known member, right types and shapes, finite numbers.
+
+    What passes can also be written to the journal and read again (streamrl/wire.py has the same limits).
+    """
     length = len(rollout.response_ids)
     ids = (rollout.prompt_ids, rollout.response_ids, rollout.versions)
     return (
-        0 <= rollout.member < group_size
+        0 < len(rollout.uid) <= 256
+        and 0 <= rollout.member < group_size
         and rollout.attempt >= 0
         and length > 0
-        and all(array.dtype == np.int32 and array.ndim == 1 for array in ids)
+        and all(a.dtype == np.int32 and a.ndim == 1 and (len(a) == 0 or int(a.min()) >= 0) for a in ids)
         and rollout.old_log_probs.dtype == np.float32
         and rollout.old_log_probs.shape == rollout.versions.shape == (length,)
-        and isinstance(rollout.reward, (int, float))
-        and math.isfinite(rollout.reward)
         and bool(np.isfinite(rollout.old_log_probs).all())
-        and rollout.min_version >= 0
+        and all(_is_finite(value) for value in (rollout.reward, *rollout.reward_parts.values()))
     )
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
