@@ -137,23 +137,6 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         "which sees all tokens. Set generator.top_k=0.",
     )
     yield (
-        a.proximal == "bypass" and a.correction != "none",
-        f"algorithm.correction ({a.correction}): with algorithm.proximal=bypass the ratio already runs from the "
-        "behaviour policy; another weight would count it twice. Set algorithm.correction=none, or "
-        "algorithm.proximal=recompute.",
-    )
-    yield (
-        a.correction in ("token_mask", "sequence_mask") and a.correction_floor >= a.correction_cap,
-        f"algorithm.correction_floor ({a.correction_floor}): must be below algorithm.correction_cap "
-        f"({a.correction_cap}), or every weight is masked. Set algorithm.correction_floor=0.5 and "
-        "algorithm.correction_cap=2.0.",
-    )
-    yield (
-        a.dual_clip != 0 and a.dual_clip <= 1,
-        f"algorithm.dual_clip ({a.dual_clip}): must be 0 (off) or above 1, or it would cut ordinary updates. "
-        "Set algorithm.dual_clip=3.",
-    )
-    yield (
         d.max_prompt_tokens + g.max_new_tokens > m.max_length,
         f"model.max_length ({m.max_length}): data.max_prompt_tokens ({d.max_prompt_tokens}) + generator.max_new_tokens "
         f"({g.max_new_tokens}) do not fit. Set model.max_length>={d.max_prompt_tokens + g.max_new_tokens}.",

@@ -1,0 +1,68 @@
+"""Algorithm and learner settings that contradict each other are refused, with the setting and the remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamrl.config import load_config
+from streamrl.errors import ConfigError
+
+REFUSED = {
+    "GRPO needs a group to compare with": (["algorithm.group_size=1"], "algorithm.group_size (1)"),
+    "REINFORCE++ needs a batch to compare with": (
+        ["algorithm.group_size=1", "algorithm.advantage=reinforce_pp", "learner.groups_per_step=1"],
+        "reinforce_pp",
+    ),
+    "bypass and a weight count the ratio twice": (["algorithm.proximal=bypass"], "count it twice"),
+    "gspo too": (["algorithm.proximal=bypass", "algorithm.loss=gspo"], "count it twice"),
+    "cispo and a weight count the ratio twice": (["algorithm.loss=cispo"], "count it twice"),
+    "T32: a ratio of 1 and no weight is no correction": (["algorithm.correction=none"], "as if it were fresh"),
+    "REINFORCE without a weight is no correction": (
+        ["algorithm.correction=none", "algorithm.loss=reinforce_is"],
+        "as if it were fresh",
+    ),
+    "a mask that drops fresh data": (
+        ["algorithm.correction=token_mask", "algorithm.correction_cap=0.9"],
+        "algorithm.correction_cap (0.9)",
+    ),
+    "a floor above the cap": (
+        ["algorithm.correction=sequence_mask", "algorithm.correction_floor=3.0"],
+        "algorithm.correction_floor (3.0)",
+    ),
+    "a dual clip that cuts ordinary updates": (["algorithm.dual_clip=0.9"], "algorithm.dual_clip (0.9)"),
+    "a dual clip with nothing to clip": (
+        ["algorithm.dual_clip=3", "algorithm.loss=reinforce_is"],
+        "algorithm.dual_clip (3.0)",
+    ),
+    "more ranks than groups": (["learner.ranks=3", "learner.groups_per_step=2"], "learner.groups_per_step (2)"),
+    "a sequence that fits in no micro-batch": (["learner.micro_batch_tokens=10"], "learner.micro_batch_tokens (10)"),
+    "AdamW cannot average for ever": (["learner.betas=[0.9, 1.0]"], "learner.betas"),
+    "publishing more rarely than the bound allows": (
+        ["learner.publish_interval=3", "buffer.max_staleness=1"],
+        "buffer.max_staleness (1)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_contradiction_is_refused(case: str) -> None:
+    overrides, message = REFUSED[case]
+    with pytest.raises(ConfigError) as refusal:
+        load_config(overrides=overrides)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.proximal=bypass", "algorithm.correction=none"],
+        ["algorithm.loss=cispo", "algorithm.correction=none"],
+        ["algorithm.loss=reinforce_is"],
+        ["algorithm.loss=gspo", "algorithm.correction=sequence_mask"],
+        ["algorithm.correction=none", "buffer.max_staleness=0"],
+        ["algorithm.group_size=1", "algorithm.advantage=reinforce_pp"],
+        ["algorithm.dual_clip=3"],
+    ],
+)
+def test_a_sound_choice_is_accepted(overrides: list[str]) -> None:
+    load_config(overrides=overrides)
