@@ -361,9 +361,21 @@ def check_config(config: Config) -> None:
             raise ConfigError(message)
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which PyYAML would silently drop the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: pathlib.Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError:
         raise ConfigError(f"--config ({path}): no such file. Name a YAML file, e.g. configs/quickstart.yaml.") from None
     except (OSError, UnicodeDecodeError) as error:
