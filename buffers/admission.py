@@ -35,22 +35,23 @@ def groups_admitted(config: BufferConfig, shelf: Shelf, limiter: RateLimiter, pa
         reserved = shelf.live_bytes + shelf.missing_members * shelf.largest_rollout_bytes
         room = min(room, (config.max_bytes - reserved) // (shelf.group_size * shelf.largest_rollout_bytes))
     if pace is not None:
-        # Without the second one limiter and version could wait for each other: the version moves only when a step was
-        # sampled, and the limiter may ask for more groups than (S + 1) * B before it lets a step sample.
-        needed = limiter.inserts_needed(pace.groups_per_step, size=buffered) - running
-        room = min(room, max(_version_room(config, shelf, pace), needed))
+        used = sum(len(uids) for version, uids in shelf.uses.items() if version >= pace.policy_version)
+        # Without `needed` limiter and version could wait for each other: the version moves only when its step was
+        # sampled, and the limiter may ask for more groups than (S + 1) * B before it lets that happen.
+        wanted = pace.groups_per_step - used
+        needed = limiter.inserts_needed(wanted, size=buffered) - running if wanted > 0 else 0
+        room = min(room, max(_version_room(config, shelf, pace, used), needed))
     return max(0, int(room))
 
 
-def _version_room(config: BufferConfig, shelf: Shelf, pace: Pace) -> int:
+def _version_room(config: BufferConfig, shelf: Shelf, pace: Pace, used: int) -> int:
     """The admission rule counted in uses: a group that is sampled k times fills k places of the steps to come.
 
     Each step before the learner's version counts as B uses, whoever trained them, so nothing has to be re-based after a
-    resume.
+    resume. `used` counts the uses at the learner's version.
     """
     per_group = config.samples_per_insert if config.limiter == "ratio" else float(config.max_times_sampled)
     running, buffered = len(shelf.in_flight), len(shelf.live) - len(shelf.in_flight)
-    used = sum(len(uids) for version, uids in shelf.uses.items() if version >= pace.policy_version)
     waiting = math.ceil(max(0.0, buffered * per_group - shelf.buffered_uses))
     uses = admission_capacity(
         max_staleness=config.max_staleness,

@@ -13,8 +13,8 @@ slot per drop until it runs in lock-step. Here a discard gives its share back to
 the sample side: for spi below the number of times an item may be used, discards are the surplus the ratio asks for,
 and counting them there too would make `error` fall without end and block sampling for good.
 
-Never both blocked: if inserts are blocked then error >= error - given_back > max_diff - spi, and the constructors
-see to it that max_diff - spi >= min_diff + n for the largest n asked for, so sampling is allowed.
+Never both blocked, for samples of n = batch_size: if inserts are blocked then size >= min_size >= n, and error >=
+error - given_back > max_diff - spi >= min_diff + n, so sampling is allowed. The constructors see to these inequalities.
 
 The sums, not the counters behind them, are the state: a ratio changed while it runs holds from then on and does not
 reinterpret the past. No lock: the buffer's lock covers it. Nothing here blocks; the buffer waits on its condition.
@@ -53,6 +53,8 @@ class LimiterSettings(msgspec.Struct, frozen=True, kw_only=True):
     ) -> LimiterSettings:
         """Keep samples within `error_buffer` of `samples_per_insert` times the inserts.
 
+        A `min_size` below `batch_size` counts as that: no batch is there before.
+
         Raises:
             ValueError: if the buffer is so small that sampling and inserting could block each other.
         """
@@ -64,6 +66,7 @@ class LimiterSettings(msgspec.Struct, frozen=True, kw_only=True):
                 f"of {batch_size} at samples_per_insert={samples_per_insert}: smaller values could block samples and "
                 "inserts alike"
             )
+        min_size = max(min_size, batch_size)
         middle = min_size * samples_per_insert
         return cls(
             samples_per_insert=samples_per_insert,

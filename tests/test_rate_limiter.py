@@ -126,14 +126,16 @@ def test_inserts_and_samples_are_never_both_blocked_by_the_ratio(
 ) -> None:
     settings = LimiterSettings.ratio(spi, min_size=min_size, error_buffer=(batch + spi) / 2 + slack, batch_size=batch)
     limiter = RateLimiter(settings)
-    size = 1_000_000  # so large that only the ratio can block
+    size = 0
     for step in steps:
         if step == "i" and limiter.insert_room(size=size) >= 1:
             limiter.insert()
+            size += 1
         elif step == "s" and limiter.can_sample(batch, size=size):
-            limiter.sample(batch)
-        elif step == "d":
+            limiter.sample(batch)  # may be used again: they stay
+        elif step == "d" and size:
             limiter.discard(0)
+            size -= 1
         assert limiter.insert_room(size=size) >= 1 or limiter.can_sample(batch, size=size)
 
 
@@ -156,4 +158,4 @@ def test_the_settings_follow_the_config() -> None:
     assert LimiterSettings.of(BufferConfig(min_size=7), batch_size=4) == LimiterSettings.at_least(7)
     assert LimiterSettings.of(BufferConfig(limiter="queue", queue_size=9), batch_size=4) == LimiterSettings.queue(9)
     ratio = BufferConfig(limiter="ratio", samples_per_insert=2.0, min_size=3, error_buffer=5.0)
-    assert LimiterSettings.of(ratio, batch_size=4).max_diff == 11.0
+    assert LimiterSettings.of(ratio, batch_size=4) == LimiterSettings.ratio(2.0, min_size=4, error_buffer=5.0)
