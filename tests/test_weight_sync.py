@@ -1,0 +1,395 @@
+"""The weight channel, and what a real engine computes after a version came through it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pathlib
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from tiny_llama import EOS, Reference, make_tiny_llama
+
+from actors.engine import Completion, Engine
+from streamrl.config import Config, WeightSyncConfig, config_from_tree
+from streamrl.errors import ClosedError
+from streamrl.records import WeightAck, WeightUpdate
+from streamrl.transport import Message
+from streamrl.weight_sync.channel import ProbeSet, WeightPublisher, WeightSubscriber
+from streamrl.weight_sync.shm import SegmentWriter, segment_path, unlink_segment
+
+T = TypeVar("T")
+
+PROBE = ProbeSet([[1, 40, 41, 42, 43], [1, *range(10, 60)]])
+EXACT = 1e-4
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[[Coroutine[Any, Any, T]], T]]:
+    """Run a coroutine in the one event loop of this file, within a minute."""
+    loop = asyncio.new_event_loop()
+
+    def within_a_minute(work: Coroutine[Any, Any, T]) -> T:
+        return loop.run_until_complete(asyncio.wait_for(work, 60))
+
+    yield within_a_minute
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+
+
+# -- the channel, without an engine ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def publisher() -> Iterator[WeightPublisher]:
+    publisher = WeightPublisher(
+        WeightSyncConfig(),
+        run_name=f"test_weight_sync {uuid.uuid4()}",
+        rank=0,
+        world_size=1,
+        incarnation=3,
+        named_parameters={"weight": torch.ones(8)},
+        probe=ProbeSet([[1, 2, 3]]),
+    )
+    yield publisher
+    publisher.close()
+
+
+def publish(publisher: WeightPublisher, version: int) -> None:
+    publisher.publish(version, [-0.1, -0.2])
+
+
+async def subscribed(address: str, name: str = "generator-0") -> WeightSubscriber:
+    subscriber = WeightSubscriber(address, name=name)
+    assert await subscriber.connect(timeout_s=10) == ProbeSet([[1, 2, 3]])
+    return subscriber
+
+
+def test_a_generator_that_joins_late_gets_the_current_version(run: Any, publisher: WeightPublisher) -> None:
+    async def scenario() -> None:
+        address = publisher.start()
+        publish(publisher, 0)
+        publish(publisher, 1)
+        subscriber = await subscribed(address)
+        update = await subscriber.next()
+        assert (update.incarnation, update.policy_version, update.probe_log_probs) == (3, 1, [-0.1, -0.2])
+        assert subscriber.holds(update)
+        await subscriber.close()
+
+    run(scenario())
+
+
+def test_a_slow_generator_skips_to_the_newest_version(run: Any, publisher: WeightPublisher) -> None:
+    async def scenario() -> None:
+        subscriber = await subscribed(publisher.start())
+        publish(publisher, 0)
+        first = await subscriber.next()
+        for version in range(1, 6):
+            publish(publisher, version)
+        await asyncio.sleep(0.2)
+        assert not subscriber.holds(first), "two versions later its slot is used again"
+        newest = await subscriber.next()
+        assert newest.policy_version == 5 and subscriber.holds(newest)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(subscriber.next(), 0.2)
+        await subscriber.close()
+
+    run(scenario())
+
+
+def test_the_learner_waits_for_no_generator(run: Any, publisher: WeightPublisher) -> None:
+    async def scenario() -> None:
+        subscriber = await subscribed(publisher.start())
+        begun = time.perf_counter()
+        for version in range(200):  # this loop does not run meanwhile, so the subscriber reads nothing
+            publish(publisher, version)
+        assert time.perf_counter() - begun < 2
+        assert (await subscriber.next()).policy_version >= 0
+        await subscriber.close()
+
+    run(scenario())
+
+
+def test_acknowledgements_reach_the_learner_once(run: Any, publisher: WeightPublisher) -> None:
+    async def scenario() -> None:
+        subscriber = await subscribed(publisher.start())
+        ack = WeightAck(generator="generator-0", incarnation=3, policy_version=1, ok=False, reason="planted")
+        await subscriber.acknowledge(ack)
+        for _ in range(100):
+            if acks := publisher.acks():
+                break
+            await asyncio.sleep(0.02)
+        assert acks == [ack] and publisher.acks() == []
+        await subscriber.close()
+
+    run(scenario())
+
+
+def test_the_end_of_the_learner_ends_the_wait_for_the_next_version(run: Any, publisher: WeightPublisher) -> None:
+    async def scenario() -> None:
+        subscriber = await subscribed(publisher.start())
+        waiting = asyncio.create_task(subscriber.next())
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(publisher.close)
+        with pytest.raises(ClosedError, match="the learner has ended"):
+            await asyncio.wait_for(waiting, 5)
+        await subscriber.close()
+
+    run(scenario())
+
+
+def test_after_a_broken_link_the_current_version_is_not_loaded_twice(run: Any, publisher: WeightPublisher) -> None:
+    async def scenario() -> None:
+        subscriber = await subscribed(publisher.start())
+        publish(publisher, 0)
+        assert (await subscriber.next()).policy_version == 0
+        announcer = publisher._announcer
+        assert announcer is not None
+        joined_again = announcer._take(Message("generator-0", "joined", [b""]))
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(joined_again, announcer._loop))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(subscriber.next(), 0.3)
+        publish(publisher, 1)
+        assert (await subscriber.next()).policy_version == 1
+        await subscriber.close()
+
+    run(scenario())
+
+
+def test_nothing_is_left_in_shared_memory(publisher: WeightPublisher) -> None:
+    publisher.start()
+    path = segment_path(publisher._run_name)
+    assert path.exists()
+    publisher.close()
+    publisher.close()
+    assert not path.exists()
+
+
+# -- a real engine ---------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """One engine and the Transformers model it must follow."""
+
+    def __init__(self, folder: pathlib.Path, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+        self.config: Config = config_from_tree(
+            {"model": {"max_length": 128}, "generator": {"concurrency": 16, "kv_cache_bytes": 64 << 20}}
+        )
+        self.run = run
+        self.reference = Reference(folder)
+        self.engine = Engine(self.config, model_path=str(folder))
+        self.run_name = f"test_weight_sync {uuid.uuid4()}"
+        self.writer = SegmentWriter.create(self.run_name, world_size=1, parameters=self.reference.parameters)
+        self.version = 0
+        self.requests = 0
+        run(self.engine.start())
+
+    def close(self) -> None:
+        self.run(self.engine.stop())
+        unlink_segment(self.run_name)
+
+    @property
+    def label(self) -> str:
+        return f"v{self.version}"
+
+    def next_payload(self) -> dict[str, Any]:
+        """The reference moves, and its weights are written as the next version."""
+        self.version += 1
+        self.reference.step(seed=self.version)
+        self.writer.write(self.version, self.reference.parameters)
+        return self.writer.payload(self.version)
+
+    async def load(self, payload: dict[str, Any]) -> None:
+        await self.engine.pause()
+        try:
+            await self.engine.load(payload, label=self.label)
+        finally:
+            await self.engine.resume()
+
+    async def sample(
+        self, prompt: Sequence[int], *, tokens: int, salt: str, temperature: float = 1.0, seed: int = 0
+    ) -> Completion:
+        self.requests += 1
+        return await self.engine.generate(
+            prompt,
+            request_id=f"request-{self.requests}",
+            temperature=temperature,
+            max_tokens=tokens,
+            stop_ids=[EOS],
+            seed=seed,
+            salt=salt,
+        )
+
+    async def probe_difference(self) -> float:
+        self.requests += 1
+        scores = await self.engine.score(PROBE.sequences, request_id=f"probe-{self.requests}")
+        return float(np.abs(np.array(scores) - np.array(self.reference.probe(PROBE.sequences))).max())
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run: Any) -> Iterator[Bench]:
+    folder = make_tiny_llama(tmp_path_factory.mktemp(request.param), tied=request.param == "tied")
+    bench = Bench(folder, run)
+    yield bench
+    bench.close()
+
+
+@pytest.mark.engine
+def test_after_each_update_the_engine_computes_the_learners_log_probs(bench: Bench) -> None:
+    async def scenario() -> None:
+        assert await bench.probe_difference() < EXACT
+        for _ in range(3):
+            payload = bench.next_payload()
+            before = await bench.probe_difference()
+            await bench.load(payload)
+            after = await bench.probe_difference()
+            print(f"off by {before:.3g} before the update, by {after:.2g} after it")
+            assert before > 0.01, "the update is too small to test anything"
+            assert after < EXACT
+
+    bench.run(scenario())
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_behaviour_log_probs_are_the_models_at_the_sampling_temperature(bench: Bench, temperature: float) -> None:
+    async def scenario() -> None:
+        prompt = [1, 30, 31, 32]
+        for seed in range(4):
+            answer = await bench.sample(prompt, tokens=24, salt="t", temperature=temperature, seed=seed)
+            truth = bench.reference.log_probs([*prompt, *answer.token_ids], temperature=temperature)
+            difference = np.abs(np.array(answer.log_probs) - truth[len(prompt) - 1 :].numpy()).max()
+            assert len(answer.log_probs) == len(answer.token_ids) and difference < EXACT
+
+    bench.run(scenario())
+
+
+@pytest.mark.engine
+def test_in_flight_requests_carry_two_versions_with_exact_spans(bench: Bench) -> None:
+    async def scenario() -> tuple[str, str, Reference, list[tuple[list[int], Completion]]]:
+        await bench.load(bench.next_payload())
+        old_label, old = bench.label, copy.deepcopy(bench.reference)
+        prompts = [[1, 20 + i, 50, 60 - i] for i in range(8)]
+        requests = [asyncio.create_task(bench.sample(p, tokens=100, salt="s", seed=9)) for p in prompts]
+        await asyncio.sleep(0.15)
+        await bench.load(bench.next_payload())
+        answers = await asyncio.gather(*requests)
+        return old_label, bench.label, old, list(zip(prompts, answers, strict=True))
+
+    old_label, new_label, old, answers = bench.run(scenario())
+    mixed = [(p, a) for p, a in answers if a.labels == [old_label, new_label]]
+    assert len(mixed) >= 2, [a.spans for _, a in answers]
+    for prompt, answer in mixed:
+        (_, begin, switch), (_, middle, end) = answer.spans
+        assert begin == 0 and switch == middle and end == len(answer.token_ids)
+        truth = _log_probs_across_update(old, bench.reference, prompt, answer.token_ids, switch)
+        assert np.abs(np.array(answer.log_probs) - truth).max() < EXACT
+        off_by_one = _log_probs_across_update(old, bench.reference, prompt, answer.token_ids, switch - 1)
+        assert np.abs(np.array(answer.log_probs) - off_by_one).max() > EXACT, "the test could not tell the difference"
+
+
+@torch.no_grad()
+def _log_probs_across_update(
+    old: Reference, new: Reference, prompt: list[int], response: list[int], switch: int
+) -> np.ndarray[Any, Any]:
+    """Response [:switch] sampled by the old weights, the rest by the new ones on top of the old weights' KV cache."""
+    tokens = torch.tensor([prompt + response])
+    boundary = len(prompt) + switch - 1  # tokens before it were read by the old weights
+    first = old.model(tokens[:, :boundary], use_cache=True)
+    second = new.model(tokens[:, boundary:-1], past_key_values=first.past_key_values)
+    logits = torch.cat([first.logits, second.logits], dim=1)[0].float()
+    scored = torch.log_softmax(logits, -1).gather(-1, tokens[0, 1:, None])[:, 0]
+    return np.asarray(scored[len(prompt) - 1 :].numpy())
+
+
+@pytest.mark.engine
+def test_prefix_blocks_of_an_old_version_are_not_reused(bench: Bench) -> None:
+    prompt = [1, *(10 + i % 80 for i in range(79))]  # two whole blocks and a rest
+
+    async def first_token_difference(salt: str) -> float:
+        answer = await bench.sample(prompt, tokens=1, salt=salt)
+        truth = bench.reference.log_probs([*prompt, *answer.token_ids])
+        return abs(answer.log_probs[0] - float(truth[-1]))
+
+    async def scenario() -> None:
+        await bench.load(bench.next_payload())
+        assert await first_token_difference("old") < EXACT
+        await bench.load(bench.next_payload())
+        assert await first_token_difference("new") < EXACT
+        reused = await first_token_difference("old")
+        assert reused > 10 * EXACT, "the cache was not read at all, so this test proves nothing"
+
+    bench.run(scenario())
+
+
+@pytest.mark.engine
+def test_the_probe_reads_its_sequences_anew_each_time(bench: Bench) -> None:
+    async def scenario() -> None:
+        sequences = [[1, *(10 + i % 80 for i in range(99))]]
+        for _ in range(2):
+            scores = await bench.engine.score(sequences, request_id="the-same-name")
+            assert np.abs(np.array(scores) - np.array(bench.reference.probe(sequences))).max() < EXACT
+            await bench.load(bench.next_payload())
+
+    bench.run(scenario())
+
+
+@pytest.mark.engine
+def test_an_overwritten_version_leaves_the_engine_as_it_was(bench: Bench) -> None:
+    async def scenario() -> None:
+        await bench.load(bench.next_payload())
+        kept = copy.deepcopy(bench.reference)
+        gone = bench.next_payload()
+        bench.next_payload()
+        newest = bench.next_payload()
+        with pytest.raises(Exception, match="not whole"):
+            await bench.load(gone)
+        scores = await bench.engine.score(PROBE.sequences, request_id="after-torn")
+        assert np.abs(np.array(scores) - np.array(kept.probe(PROBE.sequences))).max() < EXACT
+        await bench.load(newest)
+        assert await bench.probe_difference() < EXACT
+
+    bench.run(scenario())
+
+
+@pytest.mark.engine
+def test_the_same_seed_gives_the_same_tokens_whatever_else_is_in_the_engine(bench: Bench) -> None:
+    async def scenario() -> None:
+        alone = await bench.sample([1, 30, 31], tokens=24, salt="a", seed=5)
+        crowd = [asyncio.create_task(bench.sample([1, 40 + i], tokens=30, salt="b", seed=i)) for i in range(12)]
+        again = await bench.sample([1, 30, 31], tokens=24, salt="c", seed=5)
+        other = await bench.sample([1, 30, 31], tokens=24, salt="c", seed=6)
+        await asyncio.gather(*crowd)
+        assert alone.token_ids == again.token_ids != other.token_ids
+
+    bench.run(scenario())
+
+
+@pytest.mark.engine
+def test_a_stop_token_is_part_of_the_response(bench: Bench) -> None:
+    async def scenario() -> None:
+        answers = [await bench.sample([1, 30], tokens=100, salt="e", temperature=2.0, seed=s) for s in range(12)]
+        stopped = [a for a in answers if a.finish_reason == "stop"]
+        assert stopped and all(a.token_ids[-1] == EOS and EOS not in a.token_ids[:-1] for a in stopped)
+        assert all(len(a.token_ids) == 100 for a in answers if a.finish_reason == "length")
+
+    bench.run(scenario())
+
+
+def test_an_update_names_everything_a_reader_needs() -> None:
+    """`WeightUpdate.payload` is what the engine's update info takes, field by field."""
+    from dataclasses import fields
+
+    from streamrl.weight_sync.vllm_plugin import ShmUpdateInfo
+
+    name = f"test_weight_sync {uuid.uuid4()}"
+    writer = SegmentWriter.create(name, world_size=1, parameters={"weight": torch.ones(1)})
+    payload = writer.payload(7)
+    writer.unlink()
+    assert set(payload) == {field.name for field in fields(ShmUpdateInfo)}
+    WeightUpdate(incarnation=0, policy_version=7, backend="shm", payload=payload, probe_log_probs=[], published_at=0.0)
