@@ -274,7 +274,11 @@ class LearnerClient:
     def connect(self, *, timeout_s: float) -> None:
         """Handshake with the buffer process; see `GeneratorClient.connect`."""
         self._thread.start()
-        self._call(self._connect(timeout_s))
+        try:
+            self._call(self._connect(timeout_s))
+        except BaseException:
+            self.close()
+            raise
 
     def sample(self, *, policy_version: int, timeout_s: float) -> Shard | None:
         """This rank's shard of the step at `policy_version`; None at the end of the data or of the run.

@@ -254,7 +254,9 @@ class Listener:
                     continue  # we are not reading, so their silence means nothing
                 peer.silent_ticks += 1
                 if peer.silent_ticks > self._max_silent_ticks and self._peers.get(peer.name) is peer:
-                    self._inbox.put_nowait(self._remove(peer, b"silent: no heartbeat within the limit"))
+                    self._inbox.put_nowait(
+                        self._remove(peer, b"silent for too long" if peer.up else b"its connection broke")
+                    )
 
     async def _count_refused(self) -> None:
         while True:
