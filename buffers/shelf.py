@@ -262,7 +262,8 @@ class Shelf:
         """Re-add the ledger and the indexes from the journal's rows; payload only of the groups that are live."""
         for index, final in journal.finals():
             self.final[final.uid] = (index, sys.intern(final.fate), final.arrived)
-            self.ledger.count_final(final.fate, final.lengths, [length for _, length in final.unused])
+            present, unused = [n for n in final.lengths if n], [n for _, n in final.unused]
+            self.ledger.count_final(final.fate, present, unused)
         for index, row in journal.groups():
             group = Group(
                 uid=row.uid,
