@@ -42,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
     """Refuses with one sentence, like every other refusal."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message[:1].upper()}{message[1:]}. See `{self.prog} --help`.")
+        raise ConfigError(f"{message}. See `{self.prog} --help`.")
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -175,17 +175,16 @@ def _status(arguments: argparse.Namespace) -> int:
         state |= msgspec.to_builtins(snapshot) if snapshot is not None else {}
         print(json.dumps(state))
         return DONE
+    if snapshot is None:
+        print(f"{run_dir}: {'starting' if alive else 'ended before anything was running'}")
+        return DONE
     from rich.console import Console
 
     from actors.live_view import render
 
-    console = Console(highlight=False)
-    if snapshot is None:
-        console.print(f"{run_dir}: {'starting' if alive else 'ended before anything was running'}", markup=False)
-    else:
-        console.print(render(snapshot))
-        if not alive and not snapshot.phase.startswith(("done", "ended")):
-            console.print(f"The driver is gone; this was its last word, at step {snapshot.step}.", markup=False)
+    Console(highlight=False).print(render(snapshot))
+    if not alive and not snapshot.phase.startswith(("done", "ended")):
+        print(f"The driver is gone; this was its last word, at step {snapshot.step}.")
     return DONE
 
 

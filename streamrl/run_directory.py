@@ -50,8 +50,6 @@ def check_free(run_dir: pathlib.Path) -> None:
     Raises:
         ConfigError: naming the directory and the remedy.
     """
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ConfigError(f"run.dir ({run_dir}): is a file, not a directory. Name another with --run-dir.")
     for name in (CONFIG_FILE, METRICS_FILE, LEDGER_FILE):
         if (run_dir / name).exists():
             raise ConfigError(
@@ -60,6 +58,8 @@ def check_free(run_dir: pathlib.Path) -> None:
     parent = run_dir
     while not parent.exists():
         parent = parent.parent
+    if not parent.is_dir():
+        raise ConfigError(f"run.dir ({run_dir}): {parent} is a file, not a directory. Name another with --run-dir.")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise ConfigError(f"run.dir ({run_dir}): {parent} is not writable. Name another with --run-dir.")
 
