@@ -91,8 +91,11 @@ class RayProcess:
             if isinstance(cause, StreamrlError):
                 raise cause from None
             raise ProcessDiedError(f"{self.name} failed in {method}(): {type(cause).__name__}: {cause}") from None
-        except ray.exceptions.RayActorError:
-            raise ProcessDiedError(f"{self.name} (pid {self.pid}) died; its log is {self.log_path}") from None
+        except ray.exceptions.RayError as error:  # the actor died, was killed for memory, or its node is gone
+            cause = _first_sentence(error)
+            raise ProcessDiedError(
+                f"{self.name} (pid {self.pid or '?'}) died: {cause} Its log is {self.log_path}"
+            ) from None
 
     def kill(self) -> None:
         with contextlib.suppress(Exception):  # already gone: that is the aim
@@ -286,6 +289,15 @@ def segment_name(run_dir: pathlib.Path) -> str:
 
 class _Terminated(KeyboardInterrupt):
     """SIGTERM, handled like Ctrl-C but with exit code 0."""
+
+
+def _first_sentence(error: Exception) -> str:
+    """Ray explains a death in a page; what the user needs is the line about the worker's exit."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    for line in lines:
+        if "exit detail" in line or "memory" in line.lower():
+            return line.split(". ")[0].rstrip(".") + "."
+    return f"{type(error).__name__}."
 
 
 def _interrupt(signum: int, frame: Any) -> None:
