@@ -126,7 +126,7 @@ def _launch(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
     from actors.plan import make_plan, print_plan
 
-    plan = make_plan(config, run_dir)  # refuses what cannot run
+    plan = make_plan(config, run_dir, quick=arguments.dry_run)  # refuses what cannot run
     if arguments.dry_run:
         print_plan(plan)
         return DONE

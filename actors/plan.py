@@ -14,6 +14,8 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from streamrl.base_model import model_kind
 from streamrl.config import Config
 from streamrl.errors import ConfigError
@@ -27,6 +29,7 @@ _BUFFER_BYTES = int(0.5e9)
 _LEARNER_BYTES = int(0.9e9)
 _GENERATOR_BYTES = int(2.0e9)  # the actor and its engine process
 _MLFLOW_UI_BYTES = int(0.5e9)
+_QUICK_DRAWS = 64
 _VOCABULARY = 100  # of the character tokenizer, for the size of a base model
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -51,8 +54,10 @@ class Plan:
     warnings: tuple[str, ...]  # what is allowed and odd
 
 
-def make_plan(config: Config, run_dir: pathlib.Path) -> Plan:
+def make_plan(config: Config, run_dir: pathlib.Path, *, quick: bool = False) -> Plan:
     """Check what only this machine can tell, and work out the plan.
+
+    `quick` only draws a few prompts of a reasoning-gym task, to see that it can be done; files are read whole.
 
     Raises:
         ConfigError: missing or empty data, no model, a port in use, more GPUs asked for than there are.
@@ -62,8 +67,7 @@ def make_plan(config: Config, run_dir: pathlib.Path) -> Plan:
     if c.tracking.mlflow_ui:
         check_port_free(c.tracking.mlflow_ui_port)
     num_gpus = _check_gpus(c)
-    examples = load_examples(c)
-    num_train = len(examples.train)
+    data_text, num_train = _check_data(c, quick=quick)
     parameters = _num_parameters(c, kind)
     admitted = (c.buffer.max_staleness + 1) * c.rollouts_per_step
     rollout_bytes = 4 * c.data.max_prompt_tokens + 12 * c.generator.max_new_tokens  # ids; ids, log-probs, versions
@@ -73,7 +77,7 @@ def make_plan(config: Config, run_dir: pathlib.Path) -> Plan:
         processes=processes,
         facts=(
             ("model", f"{c.model.path} ({kind}), {_parameters_text(parameters)}, {c.model.dtype}"),
-            ("data", f"{_source(c)}: {num_train:,} training prompts, {len(examples.held_out):,} held out"),
+            ("data", data_text),
             ("reward", c.reward.function if c.reward.kind == "python" else c.reward.kind),
             *_arithmetic(c, num_train=num_train, buffered_bytes=admitted * rollout_bytes),
             ("weights", _weights_text(c, parameters)),
@@ -175,6 +179,24 @@ def _warnings(c: Config, processes: Sequence[ProcessPlan], *, num_gpus: int, num
     return tuple(found)
 
 
+def _check_data(c: Config, *, quick: bool) -> tuple[str, int]:
+    """A line about the data, and the number of training prompts."""
+    if c.data.source != "reasoning_gym":
+        sets = load_examples(c)
+        return f"{c.data.path}: {len(sets.train):,} training prompts, {len(sets.held_out):,} held out", len(sets.train)
+    if quick:
+        few = msgspec.structs.replace(
+            c,
+            data=msgspec.structs.replace(c.data, size=min(c.data.size, _QUICK_DRAWS)),
+            eval=msgspec.structs.replace(c.eval, num_prompts=min(c.eval.num_prompts, 1)),
+        )
+        load_examples(few)
+        return f"reasoning-gym {c.data.task}: {c.data.size:,} draws, {c.eval.num_prompts:,} held out", c.data.size
+    sets = load_examples(c)
+    found = f"{len(sets.train):,} training prompts from {c.data.size:,} draws, {len(sets.held_out):,} held out"
+    return f"reasoning-gym {c.data.task}: {found}", len(sets.train)
+
+
 # -- GPUs --
 
 
@@ -240,10 +262,6 @@ def _weights_text(c: Config, parameters: int | None) -> str:
     size = "all" if parameters is None else _bytes(parameters * _DTYPE_BYTES[c.model.dtype])
     interval = c.learner.publish_interval
     return f"{size} published every {'step' if interval == 1 else f'{interval} steps'} through {c.weight_sync.backend}"
-
-
-def _source(c: Config) -> str:
-    return f"reasoning-gym {c.data.task}" if c.data.source == "reasoning_gym" else c.data.path
 
 
 def _device(gpus: float, threads: int) -> str:
