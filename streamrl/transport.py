@@ -328,7 +328,7 @@ class Connection:
         self._hello: Callable[[], bytes] = lambda: b""
         self._session: _Session | None = None
         self._trouble = "nobody answers there"  # what the connect deadline reports
-        self._closed_by_peer = False
+        self._verdict: str | None = None  # why the listener ended it for good
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -356,8 +356,8 @@ class Connection:
                 await self.close()
         if self._welcomed.done():
             return self._welcomed.result()
-        if self._closed_by_peer:
-            raise ClosedError(f"{self.address} refused {self.name}: {self._trouble}")
+        if self._verdict is not None:
+            raise ClosedError(f"{self.address} refused {self.name}: {self._verdict}")
         what = f"{self.name} waited {timeout_s:g} s for the handshake of {self.address}"
         raise DeadlineExceededError(f"{what}: {self._trouble}")
 
@@ -391,8 +391,8 @@ class Connection:
             finally:
                 self._session = None
                 await _close_socket(session.socket, session.monitor, linger_ms=FLUSH_MS if session.up else 0)
-            if self._closed_by_peer:
-                self._inbox.close(f"{self.address}: {reason}")
+            if self._verdict is not None:
+                self._inbox.close(f"{self.address}: {self._verdict}")
                 return
             if session.up:
                 await self._inbox.put(Message(self.address, "left", [reason.encode()]))
@@ -435,9 +435,8 @@ class Connection:
             elif kind == _RESET:
                 return "the listener does not know this session"
             elif kind in (_REFUSED, _GOODBYE):
-                self._closed_by_peer = True
-                self._trouble = frames[0].decode(errors="replace")
-                return self._trouble
+                self._verdict = frames[0].decode(errors="replace")
+                return self._verdict
 
     async def _watch(self, session: _Session) -> str:
         while True:
