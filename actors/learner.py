@@ -173,7 +173,7 @@ class Learner:
             _log.warning(
                 "%s: still in phase %s while closing; its segment is released all the same", self._name, self._phase
             )
-            self._release_channel()
+            await asyncio.to_thread(self._release_channel)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
