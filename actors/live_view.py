@@ -270,7 +270,7 @@ def show_progress(*, console: Console | None = None) -> Iterator[ProgressBars]:
 
 
 def _generator_table(s: Snapshot) -> Table:
-    table = Table(box=None, padding=(0, 2), header_style="dim")
+    table = Table(box=None, padding=(0, 1), header_style="dim")
     for column in ("generator", "version", "running", "tokens/s", "rollouts", "failed", "unacked", "kv"):
         table.add_column(column, justify="left" if column == "generator" else "right")
     newest = s.learner.policy_version if s.learner is not None else s.step
