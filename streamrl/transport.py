@@ -36,6 +36,7 @@ from typing import Any, Literal
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq import Event
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
@@ -52,9 +53,7 @@ _RETRY_S = 0.1  # pause between two sessions
 _GRACE_TICKS = 2  # a peer whose link broke has this many heartbeats to come back
 
 _HELLO, _WELCOME, _REFUSED, _RESET, _BEAT, _DATA, _GOODBYE = (bytes([c]) for c in b"HWRXBDG")
-_HANDSHAKE_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+_HANDSHAKE_FAILED = Event.HANDSHAKE_FAILED_NO_DETAIL | Event.HANDSHAKE_FAILED_PROTOCOL | Event.HANDSHAKE_FAILED_AUTH
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +153,6 @@ class Listener:
         self._context = zmq.asyncio.Context()
         self._socket = _socket(self._context, zmq.ROUTER, self._max_frame_bytes)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.BACKLOG, 1024)
         if self._curve is not None:
             self._authenticator = AsyncioAuthenticator(self._context)
             self._authenticator.start()
@@ -273,12 +271,11 @@ class Listener:
     async def _post(self, routing_id: bytes, *parts: Frame) -> bool:
         try:
             await self._socket.send_multipart([routing_id, *parts], flags=zmq.NOBLOCK)
-        except zmq.Again:
-            self._by_id.pop(routing_id, None)  # it lost a frame, so what it says next is answered by RESET
-            return False
         except zmq.ZMQError as error:
-            if error.errno != errno.EHOSTUNREACH:
+            if error.errno not in (errno.EAGAIN, errno.EHOSTUNREACH):
                 raise
+            if error.errno == errno.EAGAIN:  # it lost a frame, so what it says next is answered by RESET
+                self._by_id.pop(routing_id, None)
             return False
         return True
 
@@ -364,9 +361,7 @@ class Connection:
     async def send(self, frames: Sequence[Frame]) -> bool:
         """False while the link is down: nothing is kept, send it again at the next "joined"."""
         session = self._session
-        if session is None or not session.up:
-            return False
-        return await self._post(session, _DATA, *frames)
+        return session is not None and session.up and await self._post(session, _DATA, *frames)
 
     async def receive(self) -> Message:
         """The next message. Waits; ClosedError after `close`, or when the listener closed or refused a new session."""
@@ -404,7 +399,7 @@ class Connection:
             socket.curve_serverkey = self._curve.server_public.encode()
             socket.curve_publickey = self._curve.client_public.encode()
             socket.curve_secretkey = self._curve.client_secret.encode()
-        monitor = socket.get_monitor_socket(_HANDSHAKE_FAILED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECTED)
+        monitor = socket.get_monitor_socket(_HANDSHAKE_FAILED | Event.DISCONNECTED | Event.CONNECTED)
         socket.connect(self.address)
         return _Session(socket, monitor, asyncio.get_running_loop().create_future())
 
@@ -441,7 +436,7 @@ class Connection:
     async def _watch(self, session: _Session) -> str:
         while True:
             event = (await recv_monitor_message(session.monitor))["event"]
-            if event == zmq.EVENT_CONNECTED:
+            if event == Event.CONNECTED:
                 self._trouble = "the port is open, but no welcome came"
                 continue
             if not session.up:
@@ -484,7 +479,6 @@ async def _close_socket(socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket,
     socket.disable_monitor()
     monitor.close(linger=0)
     socket.close(linger=linger_ms)
-    await asyncio.sleep(0)  # the sockets' cancelled futures
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
