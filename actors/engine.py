@@ -74,7 +74,7 @@ class Engine:
         """
         os.environ.update(engine_environment(self._config))
         try:
-            self._llm = await asyncio.to_thread(_build, engine_arguments(self._config, self._model_path))
+            await asyncio.to_thread(self._build)
         except Exception as error:  # vLLM lets through whatever broke: RuntimeError, ValueError, OSError, ...
             raise ProcessDiedError(f"the engine did not start: {type(error).__name__}: {error}") from error
         loop = asyncio.get_running_loop()
@@ -82,6 +82,13 @@ class Engine:
         for process in self._llm.engine_core.resources.engine_manager.processes:
             self._processes.append(psutil.Process(process.pid))
             loop.add_reader(process.sentinel, self._on_death, process)
+
+    def _build(self) -> None:
+        """In a thread: importing vLLM and waiting for its engine core takes long. Returns nothing, because the thread would
+        keep what it returned alive, and vLLM complains if an engine is still there when the interpreter ends."""
+        args = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
+        async_llm = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
+        self._llm = async_llm.from_engine_args(args(**engine_arguments(self._config, self._model_path)))
 
     def _on_death(self, process: Any) -> None:
         asyncio.get_running_loop().remove_reader(process.sentinel)
@@ -295,6 +302,7 @@ def engine_arguments(config: Config, model_path: str) -> dict[str, Any]:
         "generation_config": "vllm",  # not the model folder's own sampling defaults
         "enable_prefix_caching": True,
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         "weight_transfer_config": {"backend": SHM_ENGINE},
     }
     if g.gpus == 0:
@@ -302,11 +310,6 @@ def engine_arguments(config: Config, model_path: str) -> dict[str, Any]:
     else:
         arguments |= {"gpu_memory_utilization": g.gpu_memory_utilization}
     return arguments
-
-
-def _build(arguments: dict[str, Any]) -> Any:
-    args = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs(**arguments)
-    return importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(args)
 
 
 def _sampling_params(**settings: Any) -> Any:
