@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from buffers.client import LearnerClient
 from buffers.shards import Shard
@@ -196,10 +196,9 @@ class Learner:
             timeout=timedelta(seconds=max(config.run.start_timeout_s, config.run.stall_limit_s)),
         )
         mesh = init_device_mesh("cuda" if on_gpu else "cpu", (self._world_size,))
-        self._policy = Policy(
-            self._model_path, mesh=mesh, temperature=config.generator.temperature, dtype=config.model.dtype
-        )
-        self._trainer = Trainer(self._policy, config)
+        self._policy = self._load(mesh)
+        reference = self._load(mesh) if config.algorithm.kl_coef > 0 else None
+        self._trainer = Trainer(self._policy, config, reference=reference)
         self._client = LearnerClient(buffer_address, rank=self._rank, world_size=self._world_size, curve=self._curve)
         self._client.connect(timeout_s=config.run.start_timeout_s)
         self._probe = self._make_probe()
@@ -217,6 +216,10 @@ class Learner:
         address = self._publisher.start()
         self._publish()
         return {"weight_address": address} if self._rank == 0 else {}
+
+    def _load(self, mesh: DeviceMesh) -> Policy:
+        config = self._config
+        return Policy(self._model_path, mesh=mesh, temperature=config.generator.temperature, dtype=config.model.dtype)
 
     def _train(self, emit: Callable[[dict[str, float]], None]) -> int:
         self._first_wait_at = time.monotonic()

@@ -61,6 +61,9 @@ class WarmUpConfig(_Section, frozen=True):
     """Examples per supervised step."""
     lr: Annotated[float, Meta(gt=0)] = 2e-3
     """Peak learning rate of the warm-up."""
+    wrong_share: Fraction = 0.0
+    """Share of the warm-up's demonstrations whose answer is written back to front. Above 0.5 the base model can do the task
+    but mostly does something else, as a pretrained model does, and RL has to find out what is wanted."""
 
 
 class ModelConfig(_Section, frozen=True):
@@ -214,6 +217,12 @@ class AlgorithmConfig(_Section, frozen=True):
     """Constant divisor of `sequence_mean_token_sum` (Dr.GRPO)."""
     entropy_coef: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of the entropy bonus."""
+    kl_coef: Annotated[float, Meta(ge=0)] = 0.0
+    """Weight of the KL divergence to the reference policy, the model that the run started from, in the loss. 0 loads no
+    reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that divergence, from p and the reference's log-prob q of the token: k1 = p - q (no gradient in
+    expectation), k2 = (p - q)^2 / 2, k3 = exp(q - p) - 1 - (q - p)."""
 
 
 class LearnerConfig(_Section, frozen=True):

@@ -31,6 +31,7 @@ def policy_loss(
     config: AlgorithmConfig,
     *,
     prox_log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
     entropy: Tensor | None = None,
     denominator: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -45,7 +46,9 @@ def policy_loss(
     - `cispo`: -clip(exp(p - mu), 1 - clip_low, 1 + clip_high) p A, the clipped weight without gradient (MiniMax-M1
       2025, arXiv 2506.13585), anchored on mu because the data is off-policy; there is no further weight.
 
-    w is `importance_weights`. Tokens with a mask of 0 have no effect whatever their other values.
+    w is `importance_weights`. `entropy_coef` times the entropy is subtracted, `kl_coef` times the divergence from the
+    reference added, token by token, without a weight. Tokens with a mask of 0 have no effect whatever their other
+    values.
 
     Args:
         log_probs: [T] current log-probs, with gradient.
@@ -55,13 +58,15 @@ def policy_loss(
         sequence_index: [T] int64, the rollout of each token.
         config: names loss, correction and aggregation.
         prox_log_probs: [T] proximal log-probs for `proximal: recompute`; by default those of the current policy.
-        entropy: [T], needed for `entropy_coef` > 0, with gradient.
+        ref_log_probs: [T] reference log-probs, needed for `kl_coef` > 0.
+        entropy: [T], with gradient, needed for `entropy_coef` > 0; else only for the metrics.
         denominator: tokens (`token_mean`) or rollouts (the other aggregations) of the global batch, masked ones
             included; by default the count in this batch that `masked_denominator` names.
 
     Returns:
         The scalar loss, and sums over this batch that add up over micro-batches and ranks: those of
-        `off_policy_sums`, and `clipped_tokens`, `masked_tokens`, `truncated_tokens`, `entropy`, `kept_denominator`.
+        `off_policy_sums`, and `clipped_tokens`, `masked_tokens`, `truncated_tokens`, `entropy`, `kl_ref` (of
+        `kl_coef` > 0), `kept_denominator`.
     """
     mask = response_mask.to(log_probs.dtype)
     chosen = mask.bool()
@@ -98,8 +103,16 @@ def policy_loss(
         token_loss = weight * surrogate
 
     kept = mask * (weight > 0)
-    if entropy is not None and config.entropy_coef > 0:
+    if config.entropy_coef > 0:
+        if entropy is None:
+            raise ValueError(f"entropy (None): algorithm.entropy_coef ({config.entropy_coef}) needs it")
         token_loss = token_loss - config.entropy_coef * torch.where(chosen, entropy, 0.0)
+    divergence = None
+    if config.kl_coef > 0:
+        if ref_log_probs is None:
+            raise ValueError(f"ref_log_probs (None): algorithm.kl_coef ({config.kl_coef}) needs them")
+        divergence = _divergence(torch.where(chosen, ref_log_probs, 0.0).detach() - current, config)
+        token_loss = token_loss + config.kl_coef * divergence
     counted = kept if config.masked_denominator == "kept" else mask
     loss, own_denominator = _aggregate(token_loss * kept, counted, sequences, config)
     loss = loss / (own_denominator.clamp(min=1) if denominator is None else denominator)
@@ -111,6 +124,8 @@ def policy_loss(
     sums["truncated_tokens"] = (chosen & truncates & (weight == config.correction_cap)).sum().double()
     sums["kept_denominator"] = own_denominator.double()
     sums["entropy"] = torch.zeros_like(sums["k1"]) if entropy is None else entropy.detach()[chosen].double().sum()
+    if divergence is not None:
+        sums["kl_ref"] = divergence.detach().double().sum()
     return loss, sums
 
 
@@ -128,6 +143,15 @@ def _clipped_surrogate(ratio: Tensor, advantages: Tensor, config: AlgorithmConfi
     return loss, clipped
 
 
+def _divergence(log_ratio: Tensor, config: AlgorithmConfig) -> Tensor:
+    """KL(p || q) of each token by the estimators of Schulman 2020, from log_ratio = q - p."""
+    if config.kl_estimator == "k1":
+        return -log_ratio
+    if config.kl_estimator == "k2":
+        return log_ratio**2 / 2
+    return bounded_exp(log_ratio) - 1 - log_ratio
+
+
 def _aggregate(
     token_loss: Tensor, counted: Tensor, sequences: Sequences, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
@@ -143,11 +167,14 @@ def _aggregate(
 
 
 def policy_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """`policy/...` and the masked share of tokens, from totals over the global batch."""
+    """`policy/...`, and the masked and truncated share of tokens, from totals over the global batch."""
     count = max(sums["num_tokens"], 1.0)
-    return {
+    metrics = {
         "policy/entropy": sums["entropy"] / count,
         "policy/clip_fraction": sums["clipped_tokens"] / count,
         "offpolicy/masked_fraction": sums["masked_tokens"] / count,
         "offpolicy/truncated_fraction": sums["truncated_tokens"] / count,
     }
+    if "kl_ref" in sums:
+        metrics["policy/kl_ref"] = sums["kl_ref"] / count
+    return metrics

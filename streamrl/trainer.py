@@ -40,8 +40,10 @@ class Batch(Protocol):
 class Trainer:
     """The optimizer of a policy."""
 
-    def __init__(self, policy: Policy, config: Config) -> None:
+    def __init__(self, policy: Policy, config: Config, *, reference: Policy | None = None) -> None:
+        """`reference`: the policy to stay near, for `algorithm.kl_coef` > 0; it is not trained."""
         self._policy = policy
+        self._reference = reference
         self._config = config
         learner = config.learner
         self.optimizer = torch.optim.AdamW(
@@ -135,6 +137,10 @@ class Trainer:
         micro_batch = micro_batch.to(self._policy.device)
         tokens = micro_batch.tokens
         log_probs, entropy = self._policy.token_log_probs(micro_batch, entropy_grad=algorithm.entropy_coef > 0)
+        ref_log_probs = None
+        if self._reference is not None:
+            with torch.no_grad():
+                ref_log_probs, _ = self._reference.token_log_probs(micro_batch)
         loss, sums = policy_loss(
             log_probs,
             tokens["old_log_probs"],
@@ -142,6 +148,7 @@ class Trainer:
             tokens["response_mask"],
             tokens["sequence_index"],
             algorithm,
+            ref_log_probs=ref_log_probs,
             entropy=entropy,
             denominator=denominator,
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -31,7 +31,8 @@ class Case:
     mu: list[list[float]]
     o: list[list[float]] | None
     advantages: list[float]
-    entropy: list[list[float]] = field(default_factory=list)
+    entropy: list[list[float]]
+    ref: list[list[float]]
 
 
 def bounded(x: float) -> float:
@@ -86,8 +87,15 @@ def reference(case: Case, config: AlgorithmConfig) -> tuple[float, list[list[flo
                 loss, per_ratio = ppo_token(math.exp(bounded(mean_log_ratio)), advantage, config)
                 row_loss.append(w * loss)
                 row_slope.append(w * per_ratio * slope(mean_log_ratio))
-            if case.entropy:
-                row_loss[-1] -= config.entropy_coef * case.entropy[i][t]
+            row_loss[-1] -= config.entropy_coef * case.entropy[i][t]
+            q = case.ref[i][t]
+            divergence, per_p = {
+                "k1": (p - q, 1.0),
+                "k2": (0.5 * (p - q) ** 2, p - q),
+                "k3": (math.exp(bounded(q - p)) - (q - p) - 1, 1 - slope(q - p)),
+            }[config.kl_estimator]
+            row_loss[-1] += config.kl_coef * divergence
+            row_slope[-1] += config.kl_coef * per_p
             if w == 0.0:
                 row_loss[-1] = row_slope[-1] = 0.0
         losses.append(row_loss)
@@ -123,7 +131,8 @@ def ours(case: Case, config: AlgorithmConfig) -> tuple[float, list[list[float]]]
         index,
         config,
         prox_log_probs=None if case.o is None else torch.tensor(pack(case.o, 3.0), dtype=torch.float64),
-        entropy=torch.tensor(pack(case.entropy, 5.0), dtype=torch.float64) if case.entropy else None,
+        ref_log_probs=torch.tensor(pack(case.ref, math.inf), dtype=torch.float64),
+        entropy=torch.tensor(pack(case.entropy, math.nan), dtype=torch.float64),
     )
     loss.backward()
     gradients, rows, start = log_probs.grad, [], 0
@@ -150,7 +159,8 @@ def cases(draw: st.DrawFn) -> Case:
         mu=mu,
         o=[[x + draw(near) for x in row] for row in p] if draw(st.booleans()) else None,
         advantages=draw(st.lists(st.floats(-3, 3), min_size=len(lengths), max_size=len(lengths))),
-        entropy=draw(rows) if draw(st.booleans()) else [],
+        entropy=draw(rows),
+        ref=[[x + draw(near) for x in row] for row in p] if draw(st.booleans()) else draw(rows),
     )
 
 
@@ -164,6 +174,8 @@ def cases(draw: st.DrawFn) -> Case:
     proximal=st.sampled_from(["recompute", "bypass"]),
     dual_clip=st.sampled_from([0.0, 1.5, 3.0]),
     entropy_coef=st.sampled_from([0.0, 0.1]),
+    kl_coef=st.sampled_from([0.0, 0.05]),
+    kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
 )
 def test_losses_and_gradients_equal_the_reference(
     loss: str,
@@ -174,6 +186,8 @@ def test_losses_and_gradients_equal_the_reference(
     proximal: str,
     dual_clip: float,
     entropy_coef: float,
+    kl_coef: float,
+    kl_estimator: str,
 ) -> None:
     config = AlgorithmConfig(
         loss=loss,
@@ -183,12 +197,12 @@ def test_losses_and_gradients_equal_the_reference(
         proximal=proximal,
         dual_clip=dual_clip,
         entropy_coef=entropy_coef,
+        kl_coef=kl_coef,
+        kl_estimator=kl_estimator,
         clip_low=0.2,
         clip_high=0.28,
         length_divisor=7,
     )
-    if case.entropy and not entropy_coef:
-        case.entropy = [[0.0] * len(row) for row in case.entropy]
     value, gradients = ours(case, config)
     expected, expected_gradients = reference(case, config)
     assert value == pytest.approx(expected, rel=1e-6, abs=1e-6)
@@ -233,6 +247,16 @@ def test_micro_batches_add_up_to_the_global_batch(loss: str, aggregation: str, d
     assert torch.allclose(torch.cat([g for _, g, _ in parts]) * factor, whole_gradient, atol=1e-7)
     for name, total in whole_sums.items():
         assert sum(float(sums[name]) for *_, sums in parts) == pytest.approx(float(total), rel=1e-6), name
+
+
+def test_a_term_that_the_config_asks_for_is_never_left_out() -> None:
+    zeros, index = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+    for config, missing in (
+        (AlgorithmConfig(entropy_coef=0.1), "entropy"),
+        (AlgorithmConfig(kl_coef=0.1), "ref_log_probs"),
+    ):
+        with pytest.raises(ValueError, match=missing):
+            policy_loss(zeros, zeros, zeros, torch.ones(2), index, config)
 
 
 def test_masking_keeps_the_original_denominator_unless_told_otherwise() -> None:

@@ -31,6 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "masked_denominator": "kept",
         "aggregation": "sequence_mean_token_mean",
         "entropy_coef": 0.01,
+        "kl_coef": 0.1,
     },
     "bypass": {"advantage": "rloo", "loss": "gspo", "proximal": "bypass", "correction": "none", "clip_high": 0.05},
 }
@@ -102,7 +103,8 @@ def train(
 ) -> tuple[torch.Tensor, list[dict[str, float]]]:
     """All weights in one vector after STEPS steps, and the metrics. The last of several ranks has little or no data."""
     policy = Policy(folder, mesh=mesh, temperature=config.generator.temperature)
-    trainer = Trainer(policy, config)
+    reference = Policy(folder, mesh=mesh, temperature=1.0) if config.algorithm.kl_coef else None
+    trainer = Trainer(policy, config, reference=reference)
     metrics = []
     for step in range(STEPS):
         groups = batch_of(step)
@@ -194,6 +196,11 @@ def test_the_metrics_of_a_step_describe_its_batch(one_rank: dict[str, Any]) -> N
     assert step["offpolicy/staleness/max"] == 1.0
     assert step["offpolicy/logprob_mismatch"] > 0
     assert [m["learner/lr"] for m in metrics] == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2, 1e-2])
+
+
+def test_the_divergence_from_the_reference_starts_at_zero_and_grows(one_rank: dict[str, Any]) -> None:
+    divergences = [m["policy/kl_ref"] for m in one_rank["kept"][1]]
+    assert divergences[0] == pytest.approx(0.0, abs=1e-9) and 0 < divergences[1] < divergences[4]
 
 
 def test_the_mismatch_is_of_tokens_of_the_current_version_only(folder: pathlib.Path, mesh: DeviceMesh) -> None:
