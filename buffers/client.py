@@ -221,20 +221,24 @@ class GeneratorClient:
                 for member, attempt in zip(body.members, body.attempts, strict=True):
                     self._held[body.uid, member] = attempt
                 self._leases.put_nowait((body, prompt_ids))
-            case wire.Ack():
-                frames = self._unacknowledged.pop((body.uid, body.member, body.attempt), None)
-                if frames is not None:
-                    self._unacknowledged_bytes -= sum(len(frame) for frame in frames)
-                    self.outcomes[body.status] += 1
-                    self._room.set()
-                if self._held.get((body.uid, body.member)) == body.attempt:
-                    del self._held[body.uid, body.member]
+            case wire.Acks():
+                for ack in body.acks:
+                    self._forget(ack)
+                self._room.set()
             case wire.Cancel():
                 for uid, member in [key for key in self._held if key[0] == body.uid]:
                     del self._held[uid, member]
                 self._cancels.put_nowait(body.uid)
             case wire.End():
                 self._end(body.reason)
+
+    def _forget(self, ack: wire.Ack) -> None:
+        frames = self._unacknowledged.pop((ack.uid, ack.member, ack.attempt), None)
+        if frames is not None:
+            self._unacknowledged_bytes -= sum(len(frame) for frame in frames)
+            self.outcomes[ack.status] += 1
+        if self._held.get((ack.uid, ack.member)) == ack.attempt:
+            del self._held[ack.uid, ack.member]
 
     def _end(self, reason: str) -> None:
         if self._ended is None:

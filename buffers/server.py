@@ -5,14 +5,15 @@
                               |  +-----Cancel-----+  +--Request (credit)            +--Ack--> generator
                               +--- members that failed, were lost with their generator, or never arrived
 
-Everything happens in reaction to a message, a group deadline or `stop`; there is no polling. After each event, in this
-order: waiting ranks are served if the batch is complete, then credit is turned into leases as far as admission allows.
+Everything happens in reaction to messages, a group deadline or `stop`; there is no polling. After the messages that
+have arrived, in this order: what was settled is acknowledged, waiting ranks are served if their batch is complete,
+credit is turned into leases as far as admission allows.
 Members go only to generators that have proven weights of version g >= v - S, else they would be born stale. A new group
 also needs room by `ReplayBuffer.capacity`, counted from g and not from v: the learner's new version opens no room
 to a generator that has yet to load it. It goes out whole if some credit lets it.
 
 Waits: `run` waits for the next message or group deadline; peers, the clock or `stop` end it. Nothing else waits: sends
-never do (streamrl/transport.py), so one event is handled to its end before the next.
+never do (streamrl/transport.py), so one message is handled to its end before the next.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import collections
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -63,6 +64,7 @@ class _Generator:
     credit: int  # members asked for and not leased yet
     policy_version: int  # proven; -1 before the first report
     idle_since: float = 0.0  # unix time since which its credit has been waiting; 0 if it is not
+    settled: list[wire.Ack] = field(default_factory=list)  # and not yet acknowledged
 
 
 @dataclass(slots=True)
@@ -144,12 +146,14 @@ class BufferServer:
             else:
                 try:
                     async with asyncio.timeout(wait_s):
-                        message = await self._listener.receive()
+                        messages = await self._listener.receive_all()
                 except TimeoutError:
                     continue
                 except ClosedError:
                     return
-                await self._handle(message)
+                for message in messages:
+                    await self._handle(message)
+            await self._acknowledge()
             await self._serve_ranks()
             await self._dispatch()
 
@@ -241,7 +245,11 @@ class BufferServer:
                 await self._insert(generator, body, arrays)
             case Failure():
                 await self._fail(body)
-                await self._acknowledge(generator, (body.uid, body.member, body.attempt), "failed", body.reason)
+                generator.settled.append(
+                    wire.Ack(
+                        uid=body.uid, member=body.member, attempt=body.attempt, status="failed", reason=body.reason
+                    )
+                )
             case wire.Request():
                 generator.credit += body.num_members
             case wire.Report():
@@ -250,7 +258,7 @@ class BufferServer:
                 self._count_malformed(generator.name, wire.FrameError("kind", f"{type(body).__name__} of a generator"))
 
     async def _insert(self, generator: _Generator, body: wire.RolloutMessage, arrays: list[wire.Array]) -> None:
-        key = uid, member, attempt = body.head.uid, body.head.member, body.head.attempt
+        uid, member, attempt = body.head.uid, body.head.member, body.head.attempt
         try:
             outcome = self.buffer.insert(wire.rollout_from(body, arrays))
         except wire.FrameError as error:
@@ -264,11 +272,13 @@ class BufferServer:
             self.leases.settle(uid, member)
         elif status == "rejected" and self.leases.is_current(uid, member, attempt):
             await self._fail(Failure(uid=uid, member=member, attempt=attempt, reason=reason))
-        await self._acknowledge(generator, key, status, reason)
+        generator.settled.append(wire.Ack(uid=uid, member=member, attempt=attempt, status=status, reason=reason))
 
-    async def _acknowledge(self, generator: _Generator, key: tuple[str, int, int], status: str, reason: str) -> None:
-        ack = wire.Ack(uid=key[0], member=key[1], attempt=key[2], status=status, reason=reason)
-        await self._send(generator.name, ack)
+    async def _acknowledge(self) -> None:
+        for generator in self._generators.values():
+            if generator.settled:
+                settled, generator.settled = generator.settled, []
+                await self._send(generator.name, wire.Acks(acks=settled))
 
     async def _fail(self, failure: Failure) -> None:
         decision = self.buffer.fail(failure)

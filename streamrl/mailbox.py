@@ -7,11 +7,15 @@ which what is still queued can be got and then every caller has ClosedError.
 from __future__ import annotations
 
 import asyncio
-from typing import Generic, TypeVar
+import logging
+from collections.abc import Coroutine
+from typing import Any, Generic, TypeVar
 
 from streamrl.errors import ClosedError
 
 Item = TypeVar("Item")
+
+logger = logging.getLogger(__name__)
 
 
 class Mailbox(Generic[Item]):
@@ -51,6 +55,30 @@ class Mailbox(Generic[Item]):
             raise ClosedError(self._closed or "closed")
         self._room.set()
         return item
+
+    def get_all(self) -> list[Item]:
+        """What is there now, without waiting."""
+        items: list[Item] = []
+        while not self._queue.empty():
+            item = self._queue.get_nowait()
+            if item is None:
+                self._queue.put_nowait(None)
+                break
+            items.append(item)
+        self._room.set()
+        return items
+
+    def fill(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work`, which fills the mailbox, in a task. If it breaks, the mailbox closes: no reader hangs."""
+
+        def done(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.error("a background task broke", exc_info=error)
+                self.close(f"a background task broke: {error!r}")
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(done)
+        return task
 
     def close(self, reason: str) -> None:
         """Only the first reason counts."""

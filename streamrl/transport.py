@@ -18,8 +18,8 @@ message; the other side ends it, or `close` (ClosedError). `send` never waits: t
 above any credit, and a peer that lets it fill is dropped. `close` is bounded by `FLUSH_MS`. Silence is counted in
 heartbeat ticks of our own, so that a stall of this process is not taken for the silence of its peers.
 
-Security. Loopback unless told otherwise; another address needs `CurveKeys`. With them every peer proves that it
-holds the run's client key before a frame of it is read; the others are refused and counted in `Listener.num_refused`.
+Security. Loopback unless told otherwise; another address needs `CurveKeys`. With them a peer proves that it holds the
+run's client key before a frame of it is read; others are refused and counted in `Listener.num_refused`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,11 +42,12 @@ from zmq.utils.monitor import recv_monitor_message
 
 from streamrl.errors import ClosedError, ConfigError, DeadlineExceededError, StreamrlError
 from streamrl.mailbox import Mailbox
-from streamrl.wire import HELLO, MAX_FRAME_BYTES, MAX_FRAMES, Frame, FrameError, Hello, pack
+from streamrl.wire import HELLO, MAX_FRAME_BYTES, Frame, FrameError, Hello, pack
 
 HEARTBEAT_S = 2.0
 PEER_TIMEOUT_S = 15.0
 PIPE_MESSAGES = 1 << 16  # of one socket and direction; the bound in practice is the credit of the two ends
+MAX_PARTS = 16  # frames of one message
 INBOX_MESSAGES = 1024  # received and not yet taken by `receive`; beyond it TCP holds the peers back
 FLUSH_MS = 500  # how long `close` waits for the last frames to leave
 _RETRY_S = 0.1  # pause between two sessions
@@ -59,8 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class CurveKeys(msgspec.Struct, frozen=True):
-    """The CURVE keys of one run: one pair for its listeners, one for its connections. Made by the controller and handed
-    out through the control plane, never written to disk."""
+    """The keys of one run: one pair for its listeners, one for its connections. Only the control plane carries them."""
 
     server_public: str
     server_secret: str
@@ -142,7 +142,6 @@ class Listener:
         self._complained: set[str] = set()
         self.num_refused = 0  # handshakes: wrong keys, wrong schema, or refused by `welcome`
         self.num_malformed = 0  # messages dropped
-        self.num_resets = 0  # sessions that had to be started again
 
     async def start(self) -> str:
         """Bind; returns the address that peers connect to.
@@ -166,12 +165,16 @@ class Listener:
         except zmq.ZMQError as error:
             await self._teardown()
             raise ConfigError(f"bind ({self._bind}): {error}. Choose another port, or 0 for any.") from None
-        self._tasks = [_spawn(work, self._inbox) for work in (self._read(), self._beat(), self._count_refused())]
+        self._tasks = [self._inbox.fill(work) for work in (self._read(), self._beat(), self._count_refused())]
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     async def receive(self) -> Message:
         """The next message of any peer, in order per peer. Waits; ClosedError after `close`."""
         return await self._inbox.get()
+
+    async def receive_all(self) -> list[Message]:
+        """Everything that has arrived, at least one message. Waits; ClosedError after `close`."""
+        return [await self._inbox.get(), *self._inbox.get_all()]
 
     async def send(self, peer: str, frames: Sequence[Frame]) -> bool:
         """False if the peer is not there (any more); nothing is kept for it then."""
@@ -198,8 +201,7 @@ class Listener:
         await asyncio.to_thread(context.term)
 
     async def _read(self) -> None:
-        while True:
-            routing_id, *parts = await self._socket.recv_multipart()
+        async for routing_id, *parts in _frames_of(self._socket):
             for message in await self._handle(routing_id, parts):
                 await self._inbox.put(message)
 
@@ -208,10 +210,9 @@ class Listener:
         peer = self._by_id.get(routing_id)
         if kind == _HELLO:
             return await self._greet(routing_id, parts[1:])
-        if kind not in (_DATA, _BEAT, _GOODBYE) or len(parts) > MAX_FRAMES + 2:
+        if kind not in (_DATA, _BEAT, _GOODBYE) or len(parts) > MAX_PARTS:
             self._complain(peer, f"a message of kind {kind[:8]!r} with {len(parts)} frames")
         elif peer is None:
-            self.num_resets += 1
             await self._post(routing_id, _RESET)
         else:
             peer.silent_ticks = 0
@@ -344,7 +345,7 @@ class Connection:
         self._hello = hello if callable(hello) else lambda: hello
         self._context = zmq.asyncio.Context()
         self._welcomed: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._task = _spawn(self._keep(), self._inbox)
+        self._task = self._inbox.fill(self._keep())
         try:
             ends: set[asyncio.Future[Any]] = {self._welcomed, self._task}
             await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -416,8 +417,7 @@ class Connection:
             await _cancel(tasks)
 
     async def _read(self, session: _Session) -> str:
-        while True:
-            kind, *frames = await session.socket.recv_multipart()
+        async for kind, *frames in _frames_of(session.socket):
             session.silent_ticks = 0
             if kind == _DATA:
                 await self._inbox.put(Message(self.address, "data", frames))
@@ -432,6 +432,7 @@ class Connection:
             elif kind in (_REFUSED, _GOODBYE):
                 self._verdict = frames[0].decode(errors="replace")
                 return self._verdict
+        raise AssertionError("a socket is read until its session ends")
 
     async def _watch(self, session: _Session) -> str:
         while True:
@@ -470,9 +471,21 @@ def _socket(context: zmq.asyncio.Context, kind: int, max_frame_bytes: int) -> zm
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-    socket.setsockopt(zmq.SNDHWM, PIPE_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, PIPE_MESSAGES)
+    socket.set_hwm(PIPE_MESSAGES)
     return socket
+
+
+async def _frames_of(socket: zmq.asyncio.Socket) -> AsyncIterator[list[bytes]]:
+    """Messages as they come. What is there is read without asyncio in between: a future for each costs more than the
+    message. `socket.poll` waits for more; sends go through `socket` itself, so that it sees every edge of the event."""
+    plain: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
+    while True:
+        try:
+            for _ in range(INBOX_MESSAGES):
+                yield plain.recv_multipart(zmq.NOBLOCK)
+            await asyncio.sleep(0)
+        except zmq.Again:
+            await socket.poll()
 
 
 async def _close_socket(socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket, *, linger_ms: int) -> None:
@@ -485,16 +498,3 @@ async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _spawn(work: Coroutine[Any, Any, None], inbox: Mailbox[Message]) -> asyncio.Task[None]:
-    """A bug in a background task must reach whoever waits in `receive`, not hang it."""
-
-    def done(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("the transport broke", exc_info=error)
-            inbox.close(f"the transport broke: {error!r}")
-
-    task = asyncio.create_task(work)
-    task.add_done_callback(done)
-    return task

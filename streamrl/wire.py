@@ -1,13 +1,15 @@
 """Record <-> frames: a msgspec header and raw array buffers. No pickle, no sockets.
 
-A message is a list of frames. Frame 0 is msgpack: `[schema, kind, [[dtype, length], ...], body]`; every further frame
-is one 1-d array, little-endian. The schema version always comes first, so that a message of another version is
-refused with a sentence whatever else changed. `Codec` serves any set of msgspec Structs; the rollout stream's messages
-and its records with arrays (`Rollout`, `RolloutGroup`, a `Lease` with its prompt) are defined here.
+A message is one or two frames. Frame 0 is msgpack: `[schema, kind, [[dtype, length], ...], body]`; frame 1, if there
+are arrays, is their bytes end to end, 1-d and little-endian. One frame for all of them, because at the size of a
+rollout a frame costs more than its bytes (bench/bench_wire.py). The schema version always comes first, so that a
+message of another version is refused with a sentence whatever else changed. `Codec` serves any set of msgspec Structs;
+the rollout stream's messages and its records with arrays (`Rollout`, `RolloutGroup`, a `Lease` with its prompt) are
+defined here.
 
 Everything that arrives is untrusted: `unpack` and the `*_from` functions check dtypes, lengths, limits and finiteness,
 and raise `FrameError` (a `WireError`) with a short countable `reason`, never anything else. Arrays are views of the
-received frames and therefore read-only.
+received frame and therefore read-only.
 """
 
 from __future__ import annotations
@@ -25,13 +27,15 @@ from streamrl.errors import WireError
 from streamrl.records import Failure, FinishReason, Lease, Rollout, RolloutGroup, RolloutTimings
 
 SCHEMA_VERSION = 1
-MAX_FRAME_BYTES = 64 << 20  # one array of 16M tokens; also the socket's own limit
-MAX_FRAMES = 16
+MAX_FRAME_BYTES = 64 << 20  # 4M tokens with all they carry; also the socket's own limit
+MAX_FRAMES = 2
+MAX_ARRAYS = 16
 MAX_HEADER_BYTES = 4 << 20
 
 Frame: TypeAlias = bytes | memoryview
 Array: TypeAlias = npt.NDArray[Any]
 
+_INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
 _DTYPES = {name: np.dtype(name) for name in ("<i4", "<i8", "<f4", "<f8", "|u1")}
 
 Uid = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -53,7 +57,7 @@ class FrameError(WireError):
 class _Header(msgspec.Struct, array_like=True, frozen=True):
     schema: int
     kind: str
-    arrays: Annotated[tuple[tuple[str, Index], ...], Meta(max_length=MAX_FRAMES)]
+    arrays: Annotated[tuple[tuple[str, Index], ...], Meta(max_length=MAX_ARRAYS)]
     body: msgspec.Raw
 
 
@@ -62,25 +66,27 @@ _header_decoder = msgspec.msgpack.Decoder(_Header)
 
 
 def pack(message: msgspec.Struct, arrays: Sequence[Array] = ()) -> list[Frame]:
-    """A Struct and its 1-d arrays as frames. The arrays are not copied: leave them unchanged until they are sent.
+    """A Struct and its 1-d arrays as frames. A single array is not copied: leave it unchanged until it is sent.
 
     Raises:
         FrameError: reason `size`, if a frame would be longer than a receiver accepts.
     """
-    specs: list[tuple[str, int]] = []
-    frames: list[Frame] = [b""]
-    for array in arrays:
-        name = array.dtype.str
-        assert array.ndim == 1 and name in _DTYPES, f"{array.ndim}-d array of {name} cannot travel"
-        specs.append((name, len(array)))
-        frames.append(np.ascontiguousarray(array).data.cast("B") if len(array) else b"")
-        if array.nbytes > MAX_FRAME_BYTES:
-            raise FrameError("size", f"an array of {array.nbytes} bytes is above the limit of {MAX_FRAME_BYTES}")
+    return _frames(message, [(array.dtype.str, len(array)) for array in arrays], arrays)
+
+
+def _frames(message: msgspec.Struct, specs: Sequence[tuple[str, int]], chunks: Sequence[Array]) -> list[Frame]:
+    """`chunks`, end to end, are the arrays that `specs` announce."""
     body = msgspec.Raw(_encoder.encode(message))
-    frames[0] = _encoder.encode((SCHEMA_VERSION, type(message).__name__, specs, body))
-    if len(frames[0]) > MAX_HEADER_BYTES:
-        raise FrameError("size", f"a header of {len(frames[0])} bytes is above the limit of {MAX_HEADER_BYTES}")
-    return frames
+    header = _encoder.encode((SCHEMA_VERSION, type(message).__name__, specs, body))
+    if len(header) > MAX_HEADER_BYTES:
+        raise FrameError("size", f"a header of {len(header)} bytes is above the limit of {MAX_HEADER_BYTES}")
+    num_bytes = sum(chunk.nbytes for chunk in chunks)
+    if num_bytes > MAX_FRAME_BYTES:
+        raise FrameError("size", f"arrays of {num_bytes} bytes are above the limit of {MAX_FRAME_BYTES}")
+    if not specs:
+        return [header]
+    buffers = [np.ascontiguousarray(chunk).data for chunk in chunks if len(chunk)]
+    return [header, buffers[0].cast("B") if len(buffers) == 1 else b"".join(buffers)]
 
 
 class Codec:
@@ -100,8 +106,8 @@ class Codec:
         Raises:
             FrameError: whatever the frames hold, this is the only error.
         """
-        if not 1 <= len(frames) <= MAX_FRAMES + 1:
-            raise FrameError("frames", f"{len(frames)} frames, at most {MAX_FRAMES + 1} are allowed")
+        if not 1 <= len(frames) <= MAX_FRAMES:
+            raise FrameError("frames", f"{len(frames)} frames, at most {MAX_FRAMES} are allowed")
         if len(frames[0]) > MAX_HEADER_BYTES:
             raise FrameError("size", f"a header of {len(frames[0])} bytes is above the limit of {MAX_HEADER_BYTES}")
         try:
@@ -113,23 +119,28 @@ class Codec:
         decoder = self._bodies.get(header.kind)
         if decoder is None:
             raise FrameError("kind", f"{header.kind[:64]!r} is none of {', '.join(self._bodies)}")
-        if len(header.arrays) != len(frames) - 1:
-            raise FrameError("frames", f"{len(header.arrays)} arrays announced, {len(frames) - 1} came")
         try:
             message = decoder.decode(header.body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise FrameError("header", f"not a {header.kind}: {error}") from None
-        return message, [_array(spec, frame) for spec, frame in zip(header.arrays, frames[1:], strict=True)]
+        return message, _arrays(header.arrays, frames[1] if len(frames) > 1 else b"")
 
 
-def _array(spec: tuple[str, int], frame: Frame) -> Array:
-    name, length = spec
-    dtype = _DTYPES.get(name)
-    if dtype is None:
-        raise FrameError("array", f"dtype {name[:16]!r} is none of {', '.join(_DTYPES)}")
-    if len(frame) != length * dtype.itemsize:
-        raise FrameError("array", f"{length} numbers of {name} announced, {len(frame)} bytes came")
-    return np.frombuffer(frame, dtype=dtype)
+def _arrays(specs: Sequence[tuple[str, int]], frame: Frame) -> list[Array]:
+    arrays: list[Array] = []
+    offset = 0
+    for name, length in specs:
+        dtype = _DTYPES.get(name)
+        if dtype is None:
+            raise FrameError("array", f"dtype {name[:16]!r} is none of {', '.join(_DTYPES)}")
+        end = offset + length * dtype.itemsize
+        if end > len(frame):
+            raise FrameError("array", f"{length} numbers of {name} announced, {len(frame) - offset} bytes came")
+        arrays.append(np.frombuffer(frame, dtype, length, offset))
+        offset = end
+    if offset != len(frame):
+        raise FrameError("array", f"{offset} bytes of arrays announced, {len(frame)} came")
+    return arrays
 
 
 def _schema_of(frame: Frame) -> int | None:
@@ -205,6 +216,12 @@ class Ack(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class Acks(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """What was settled since the last message of this kind."""
+
+    acks: list[Ack]
+
+
 class Cancel(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """The group is gone; abort the members of it that still run."""
 
@@ -232,15 +249,19 @@ class _RolloutHead(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 class RolloutMessage(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """One rollout; arrays: prompt_ids [P], response_ids [T], old_log_probs [T], versions [T]."""
+    """One rollout. Arrays: prompt_ids, response_ids and versions end to end [P + 2T] i4, old_log_probs [T] f4."""
 
     head: _RolloutHead
 
 
 def encode_rollout(rollout: Rollout) -> list[Frame]:
-    """Five frames: the header and the four arrays, none of them copied."""
-    arrays = (rollout.prompt_ids, rollout.response_ids, rollout.old_log_probs, rollout.versions)
-    return pack(RolloutMessage(head=_head(rollout)), arrays)
+    """Two frames.
+
+    Raises:
+        FrameError: reason `array` for arrays that are no rollout's, reason `size` if it is too long for the wire.
+    """
+    message = RolloutMessage(head=_head(rollout))
+    return _frames(message, _specs([rollout]), _chunks([rollout]))
 
 
 def rollout_from(message: RolloutMessage, arrays: list[Array]) -> Rollout:
@@ -249,12 +270,11 @@ def rollout_from(message: RolloutMessage, arrays: list[Array]) -> Rollout:
     Raises:
         FrameError: reason `array` or `value`.
     """
-    rollouts = _rollouts_from([message.head], arrays)
-    return rollouts[0]
+    return _rollouts_from([message.head], arrays)[0]
 
 
 def decode_rollout(frames: Sequence[Frame]) -> Rollout:
-    """The inverse of `encode_rollout`, zero-copy."""
+    """The inverse of `encode_rollout`; nothing is copied."""
     message, arrays = _rollout_codec.unpack(frames)
     return rollout_from(message, arrays)
 
@@ -265,7 +285,7 @@ def encode_lease(lease: Lease, prompt_ids: npt.NDArray[np.int32]) -> list[Frame]
 
 def lease_from(message: Lease, arrays: list[Array]) -> tuple[Lease, npt.NDArray[np.int32]]:
     """A lease and its prompt_ids [P]."""
-    if len(arrays) != 1 or arrays[0].dtype != np.int32:
+    if [a.dtype for a in arrays] != [_INT]:
         raise FrameError("array", "a lease comes with one int32 array, its prompt")
     if len(message.members) != len(message.attempts):
         raise FrameError("value", f"a lease of {len(message.members)} members and {len(message.attempts)} attempts")
@@ -309,7 +329,7 @@ class ShardHead(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 class GroupMessage(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """One group; the four arrays of its rollouts are laid end to end, member by member."""
+    """One group; the two arrays of its rollouts (see `RolloutMessage`) are laid end to end, member by member."""
 
     request: Index
     uid: Uid
@@ -327,7 +347,7 @@ class Answer(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 def encode_group(group: RolloutGroup, *, request: int) -> list[Frame]:
-    """Five frames; the arrays are laid end to end, which copies them once."""
+    """Two frames."""
     rollouts = group.rollouts
     message = GroupMessage(
         request=request,
@@ -336,17 +356,11 @@ def encode_group(group: RolloutGroup, *, request: int) -> list[Frame]:
         probability=group.probability,
         heads=[_head(r) for r in rollouts],
     )
-    arrays = (
-        np.concatenate([r.prompt_ids for r in rollouts]),
-        np.concatenate([r.response_ids for r in rollouts]),
-        np.concatenate([r.old_log_probs for r in rollouts]),
-        np.concatenate([r.versions for r in rollouts]),
-    )
-    return pack(message, arrays)
+    return _frames(message, _specs(rollouts), _chunks(rollouts))
 
 
 def group_from(message: GroupMessage, arrays: list[Array]) -> RolloutGroup:
-    """The group of an unpacked message; its rollouts are views of the four arrays."""
+    """The group of an unpacked message; its rollouts are views of the two arrays."""
     return RolloutGroup(
         uid=message.uid,
         rollouts=tuple(_rollouts_from(message.heads, arrays)),
@@ -372,43 +386,58 @@ def _head(rollout: Rollout) -> _RolloutHead:
     )
 
 
+def _specs(rollouts: Sequence[Rollout]) -> list[tuple[str, int]]:
+    for r in rollouts:
+        length = len(r.response_ids)
+        if not len(r.versions) == len(r.old_log_probs) == length:
+            raise FrameError("array", f"{r.uid}/{r.member}: response_ids, versions, old_log_probs differ in length")
+        if (
+            not r.prompt_ids.dtype == r.response_ids.dtype == r.versions.dtype == _INT
+            or r.old_log_probs.dtype != _FLOAT
+        ):
+            raise FrameError("array", f"{r.uid}/{r.member}: ids and versions must be int32, old_log_probs float32")
+    num_response = sum(len(r.response_ids) for r in rollouts)
+    return [("<i4", sum(len(r.prompt_ids) for r in rollouts) + 2 * num_response), ("<f4", num_response)]
+
+
+def _chunks(rollouts: Sequence[Rollout]) -> list[Array]:
+    chunks: list[Array] = []
+    for r in rollouts:
+        chunks += (r.prompt_ids, r.response_ids, r.versions)
+    return [*chunks, *(r.old_log_probs for r in rollouts)]
+
+
 def _rollouts_from(heads: list[_RolloutHead], arrays: list[Array]) -> list[Rollout]:
-    if [a.dtype.str for a in arrays] != ["<i4", "<i4", "<f4", "<i4"]:
-        raise FrameError("array", f"rollouts come with i4, i4, f4, i4, not {[a.dtype.str for a in arrays]}")
-    prompt_ids, response_ids, old_log_probs, versions = arrays
+    if [a.dtype for a in arrays] != [_INT, _FLOAT]:
+        raise FrameError("array", f"rollouts come with i4 and f4, not {[a.dtype.str for a in arrays]}")
+    integers, old_log_probs = arrays
     num_prompt, num_response = sum(h.num_prompt for h in heads), sum(h.num_response for h in heads)
-    if (len(prompt_ids), len(response_ids), len(old_log_probs), len(versions)) != (
-        num_prompt,
-        num_response,
-        num_response,
-        num_response,
-    ):
+    if len(integers) != num_prompt + 2 * num_response or len(old_log_probs) != num_response:
         raise FrameError(
             "array",
-            f"{num_prompt} prompt and {num_response} response tokens announced, arrays of "
-            f"{len(prompt_ids)}, {len(response_ids)}, {len(old_log_probs)}, {len(versions)} came",
+            f"{num_prompt} prompt and {num_response} response tokens announced, {len(integers)} integers and "
+            f"{len(old_log_probs)} log-probs came",
         )
-    if num_prompt and int(prompt_ids.min()) < 0 or num_response and int(response_ids.min()) < 0:
-        raise FrameError("value", "a token id below 0")
-    if num_response and int(versions.min()) < 0:
-        raise FrameError("value", "a policy version below 0")
-    if not np.isfinite(old_log_probs).all():
+    if len(integers) and int(integers.min()) < 0:
+        raise FrameError("value", "a token id or a policy version below 0")
+    if not math.isfinite(float(old_log_probs.sum(dtype=np.float64))):  # finite exactly if every one of them is
         raise FrameError("value", "a log-prob that is not finite")
     rollouts: list[Rollout] = []
     p = t = 0
     for head in heads:
         if not (math.isfinite(head.reward) and all(map(math.isfinite, head.reward_parts.values()))):
             raise FrameError("value", "a reward that is not finite")
-        p_end, t_end = p + head.num_prompt, t + head.num_response
+        response = p + head.num_prompt
+        versions, end = response + head.num_response, response + 2 * head.num_response
         rollouts.append(
             Rollout(
                 uid=head.uid,
                 member=head.member,
                 attempt=head.attempt,
-                prompt_ids=prompt_ids[p:p_end],
-                response_ids=response_ids[t:t_end],
-                old_log_probs=old_log_probs[t:t_end],
-                versions=versions[t:t_end],
+                prompt_ids=integers[p:response],
+                response_ids=integers[response:versions],
+                old_log_probs=old_log_probs[t : t + head.num_response],
+                versions=integers[versions:end],
                 incarnation=head.incarnation,
                 reward=head.reward,
                 reward_parts=head.reward_parts,
@@ -422,13 +451,13 @@ def _rollouts_from(heads: list[_RolloutHead], arrays: list[Array]) -> list[Rollo
                 ),
             )
         )
-        p, t = p_end, t_end
+        p, t = end, t + head.num_response
     return rollouts
 
 
 _rollout_codec = Codec(RolloutMessage)
 TO_BUFFER = Codec(RolloutMessage, Failure, Report, Request, Sample, Advance)
-TO_GENERATOR = Codec(Lease, Ack, Cancel, End)
+TO_GENERATOR = Codec(Lease, Acks, Cancel, End)
 TO_LEARNER = Codec(ShardHead, GroupMessage, Answer, End)
 HELLO_TO_BUFFER = Codec(GeneratorHello, LearnerHello)
 WELCOME_FROM_BUFFER = Codec(GeneratorWelcome)
