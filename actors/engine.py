@@ -84,8 +84,11 @@ class Engine:
             loop.add_reader(process.sentinel, self._on_death, process)
 
     def _build(self) -> None:
-        """In a thread: importing vLLM and waiting for its engine core takes long. Returns nothing, because the thread would
-        keep what it returned alive, and vLLM complains if an engine is still there when the interpreter ends."""
+        """In a thread: importing vLLM and waiting for its engine core takes long.
+
+        Returns nothing, because the thread would keep what it returned alive, and vLLM complains if an engine is still
+        there when the interpreter ends.
+        """
         args = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
         async_llm = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
         self._llm = async_llm.from_engine_args(args(**engine_arguments(self._config, self._model_path)))
@@ -271,7 +274,9 @@ def engine_environment(config: Config) -> dict[str, str]:
     if config.generator.enforce_eager:
         # vLLM compiles a few sampling helpers whatever enforce_eager says: 3 s, and a C++ compiler, for nothing.
         wanted["TORCHDYNAMO_DISABLE"] = "1"
-    if config.generator.gpus == 0:
+    if config.generator.gpus > 0:
+        wanted["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # compiled at start-up, and only for top-k and top-p
+    else:
         threads = str(config.generator.threads)
         wanted |= {
             "OMP_NUM_THREADS": threads,

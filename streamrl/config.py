@@ -135,10 +135,10 @@ class GeneratorConfig(_Section, frozen=True):
     top_k: int = 0
     """Only 0 (all tokens) keeps the log-probs of generator and learner equal."""
     gpus: Annotated[float, Meta(ge=0)] = 0.0
-    """GPUs of each generator; a fraction shares one. 0 runs on the CPU."""
+    """GPUs of each generator: 1, or a fraction that shares one. 0 runs on the CPU."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.85
-    """Share of GPU memory for one engine."""
-    kv_cache_bytes: Whole = 256 * 1024 * 1024
+    """Share of its GPU's memory for one engine."""
+    kv_cache_bytes: Count = 256 * 1024 * 1024
     """KV cache of one CPU engine."""
     threads: Count = 1
     """CPU threads of one engine."""

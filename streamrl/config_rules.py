@@ -137,6 +137,16 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         "which sees all tokens. Set generator.top_k=0.",
     )
     yield (
+        g.gpus > 1,
+        f"generator.gpus ({g.gpus:g}): one engine uses one GPU, or a share of one. Set generator.gpus=1 and start more "
+        "generators with generator.count.",
+    )
+    yield (
+        0 < g.gpus < 1 and g.gpu_memory_utilization > g.gpus,
+        f"generator.gpu_memory_utilization ({g.gpu_memory_utilization:g}): engines that take generator.gpus={g.gpus:g} "
+        f"of a GPU each would take more memory than it has. Set generator.gpu_memory_utilization={g.gpus:g} or less.",
+    )
+    yield (
         d.max_prompt_tokens + g.max_new_tokens > m.max_length,
         f"model.max_length ({m.max_length}): data.max_prompt_tokens ({d.max_prompt_tokens}) + generator.max_new_tokens "
         f"({g.max_new_tokens}) do not fit. Set model.max_length>={d.max_prompt_tokens + g.max_new_tokens}.",

@@ -22,8 +22,8 @@ import actors.generator
 from actors.engine import Completion, Engine, engine_environment
 from actors.generator import Generator
 from actors.version_gate import VersionGate
-from streamrl.config import Config, config_from_tree
-from streamrl.errors import ClosedError, ProcessDiedError, RewardError, WeightSyncError
+from streamrl.config import Config, check_config, config_from_tree
+from streamrl.errors import ClosedError, ConfigError, ProcessDiedError, RewardError, WeightSyncError
 from streamrl.records import Failure, IntArray, Lease, Rollout, WeightAck
 from streamrl.weight_sync.channel import ProbeSet, WeightPublisher
 
@@ -685,6 +685,13 @@ def test_a_variable_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     environment = engine_environment(config_from_tree({"generator": {"threads": 3}}))
     assert environment["VLLM_LOGGING_LEVEL"] == "DEBUG" and environment["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize("generator", [{"gpus": 2}, {"gpus": 0.25}, {"gpus": 0.25, "gpu_memory_utilization": 0.3}])
+def test_gpu_shares_that_cannot_work_are_refused(generator: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"generator\.gpu.* Set generator\.gpu"):
+        check_config(config_from_tree({"generator": generator}))
+    check_config(config_from_tree({"generator": {"gpus": 0.25, "gpu_memory_utilization": 0.2}}))
 
 
 def test_a_completion_lists_its_labels_in_order() -> None:
