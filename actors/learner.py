@@ -38,6 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from buffers.client import LearnerClient
 from buffers.shards import Shard
 from streamrl.config import Config
+from streamrl.correction import off_policy_warning
 from streamrl.errors import DeadlineExceededError, StaleRolloutError
 from streamrl.policy import Policy
 from streamrl.records import LearnerStatus, RolloutGroup, Wait
@@ -99,6 +100,7 @@ class Learner:
         self._version = 0
         self._published = -1
         self._trained_tokens = 0
+        self._warned = False
         self._phase = "starting"
         self._phase_since = time.monotonic()
         self._first_wait_at: float | None = None
@@ -234,6 +236,7 @@ class Learner:
                 self._version += 1
                 self._trained_tokens += shard.num_tokens
                 if self._rank == 0:
+                    self._warn(record)
                     self._client.advance(self._version, commit=True)
                 trained = self._enter("publish")
                 if self._version % self._config.learner.publish_interval == 0:
@@ -303,6 +306,13 @@ class Learner:
                 f"{self._name} was given group {group.uid} with versions {group.min_version} to {newest} at "
                 f"policy_version {self._version}; buffer.max_staleness is {bound}. It was not trained on."
             )
+
+    def _warn(self, record: dict[str, float]) -> None:
+        """Once when the data goes bad, and again when it has been good in between."""
+        warning = off_policy_warning(record)
+        if warning and not self._warned:
+            _log.warning("step %d: %s", self._version, warning)
+        self._warned = bool(warning)
 
     def _publish(self) -> None:
         self._publisher.publish(self._version, self._policy.probe_log_probs(self._probe.sequences))

@@ -15,6 +15,8 @@ from torch import Tensor
 from streamrl.config import AlgorithmConfig
 
 LOG_RATIO_BOUND = 20.0
+MIN_ESS = 0.3
+WEIGHT_MEAN_RANGE = (0.5, 2.0)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -122,3 +124,17 @@ def off_policy_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         "offpolicy/kl_k1": sums["k1"] / count,
         "offpolicy/kl_k3": sums["k3"] / count,
     }
+
+
+def off_policy_warning(metrics: Mapping[str, float]) -> str:
+    """What is wrong with the data of a step by `off_policy_metrics`, and what to do; empty if nothing is."""
+    ess, mean = metrics["offpolicy/ess"], metrics["offpolicy/weight_mean"]
+    low, high = WEIGHT_MEAN_RANGE
+    complaints = []
+    if ess < MIN_ESS:
+        complaints.append(f"offpolicy/ess is {ess:.2f}, below {MIN_ESS}: few tokens carry most of the weight")
+    if not low <= mean <= high:
+        complaints.append(f"offpolicy/weight_mean is {mean:.2f}, outside [{low}, {high}], where 1 is expected")
+    if not complaints:
+        return ""
+    return "; ".join(complaints) + ". The data is far from the policy: lower buffer.max_staleness or learner.lr."

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.config import AlgorithmConfig
-from streamrl.correction import Sequences, importance_weights, off_policy_metrics, off_policy_sums
+from streamrl.correction import (
+    Sequences,
+    importance_weights,
+    off_policy_metrics,
+    off_policy_sums,
+    off_policy_warning,
+)
 
 CORRECTIONS = ("none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask")
 
@@ -109,3 +115,13 @@ def test_sums_of_two_halves_add_up_to_the_whole() -> None:
 def test_extreme_ratios_stay_finite_in_float32() -> None:
     sums = off_policy_sums(torch.tensor([-1000.0, 0.0]), torch.tensor([0.0, -1000.0]), torch.ones(2))
     assert all(math.isfinite(float(v)) for v in sums.values())
+
+
+def test_the_warning_names_what_is_out_of_range() -> None:
+    def metrics(ess: float, mean: float) -> dict[str, float]:
+        return {"offpolicy/ess": ess, "offpolicy/weight_mean": mean}
+
+    assert off_policy_warning(metrics(0.31, 0.51)) == "" == off_policy_warning(metrics(1.0, 1.99))
+    assert "offpolicy/ess is 0.29" in off_policy_warning(metrics(0.29, 1.0))
+    for mean in (0.49, 2.01):
+        assert f"offpolicy/weight_mean is {mean}" in off_policy_warning(metrics(1.0, mean))

@@ -267,3 +267,18 @@ def test_the_same_seed_gives_the_same_losses(folder: pathlib.Path) -> None:
     for _ in range(2):
         with_learner(folder, scenario, batch_of, run={"max_steps": 3})
     assert losses[0] == losses[1] and np.isfinite(losses[0]).all()
+
+
+def test_data_far_from_the_policy_is_warned_of_once(folder: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    def batches(version: int) -> list[RolloutGroup]:
+        groups = batch_of(version)
+        for group in groups:
+            for r in group.rollouts:
+                r.old_log_probs[:] = -9.0  # the policy's own are about -3: ratios of 400
+        return groups
+
+    async def scenario(learner: Learner) -> None:
+        await learner.run()
+
+    with_learner(folder, scenario, batches, run={"max_steps": 3})
+    assert sum("offpolicy/weight_mean" in message for message in caplog.messages) == 1
