@@ -141,6 +141,29 @@ def test_groups_trained_since_the_checkpoint_come_back_from_the_journal(tmp_path
     assert buffer.stats().trained == 3
 
 
+def test_every_use_of_a_group_survives_a_restart(tmp_path: pathlib.Path) -> None:
+    settings: dict[str, Any] = {"max_times_sampled": 3}
+    buffer = open_buffer(tmp_path, **settings)
+    insert_group(buffer, "a")
+    for version in range(3):
+        buffer.sample(1, policy_version=version, timeout_s=0)
+    buffer = reopened(buffer, tmp_path, **settings)
+    assert [buffer.sampled_at(version)[0].times_sampled for version in range(3)] == [1, 2, 3]
+    buffer.rollback(1)
+    assert buffer.sample(1, policy_version=1, timeout_s=0)[0].times_sampled == 2
+
+
+def test_members_that_were_given_up_are_not_waited_for_after_a_restart(tmp_path: pathlib.Path) -> None:
+    settings: dict[str, Any] = {"group_size": 3, "incomplete_groups": "min_members", "min_members": 2}
+    buffer = open_buffer(tmp_path, **settings)
+    buffer.insert(make_rollout("a", 0))
+    buffer.fail(Failure(uid="a", member=1, attempt=0, reason="engine_error"))
+    buffer = reopened(buffer, tmp_path, **settings)
+    assert buffer.open_groups()[0].members == (2,)
+    buffer.insert(make_rollout("a", 2))
+    assert [r.member for r in buffer.sample(1, policy_version=0, timeout_s=0)[0].rollouts] == [0, 2]
+
+
 def test_trained_groups_take_no_memory_when_there_is_a_journal(tmp_path: pathlib.Path) -> None:
     buffer = open_buffer(tmp_path)
     insert_group(buffer, "a")

@@ -17,6 +17,7 @@ from streamrl.errors import ClosedError, DeadlineExceededError, StaleRolloutErro
 from streamrl.records import BufferStats, Failure, RolloutGroup
 
 UNBLOCKED_S = 5.0  # far longer than an unblocked call takes
+LONG_S = 60.0  # longer still: a call that was not woken is caught
 BLOCKED_S = 0.05  # a blocked call is observed for this long
 
 
@@ -167,7 +168,7 @@ def test_concurrent_producers_and_consumers_lose_and_double_nothing() -> None:
             buffer.insert(make_rollout(uid, member))
 
     producers = [threading.Thread(target=produce, args=(members[i::8],)) for i in range(8)]
-    consumers = [Caller(lambda: [sample(buffer, 5, timeout_s=UNBLOCKED_S) for _ in range(10)]) for _ in range(4)]
+    consumers = [Caller(lambda: [sample(buffer, 5, timeout_s=LONG_S) for _ in range(10)]) for _ in range(4)]
     for producer in producers:
         producer.start()
     got = [group.uid for consumer in consumers for batch in consumer.finish() for group in batch]
@@ -279,12 +280,12 @@ def test_a_group_in_flight_that_can_no_longer_meet_the_bound_is_named_so_that_it
 def test_a_version_jump_while_sample_waits_discards_before_it_hands_out() -> None:
     buffer = make_buffer(max_staleness=1)
     insert_group(buffer, "a", version=0)
-    waiting = Caller(lambda: sample(buffer, 2, version=1, timeout_s=UNBLOCKED_S))
+    waiting = Caller(lambda: sample(buffer, 2, version=1, timeout_s=LONG_S))
     assert waiting.is_blocked()
     insert_group(buffer, "b", version=1)
     assert uids(waiting.finish()) == ["a", "b"]
     insert_group(buffer, "c", version=1)
-    waiting = Caller(lambda: sample(buffer, 2, version=3, timeout_s=UNBLOCKED_S))
+    waiting = Caller(lambda: sample(buffer, 2, version=3, timeout_s=LONG_S))
     assert waiting.is_blocked()
     insert_group(buffer, "d", version=3)
     assert waiting.is_blocked()
@@ -357,7 +358,7 @@ def test_T26_no_token_older_than_the_bound_is_ever_handed_out() -> None:
 
 def test_sample_waits_for_groups_and_is_woken_by_the_last_insert() -> None:
     buffer = make_buffer()
-    waiting = Caller(lambda: sample(buffer, 2, timeout_s=UNBLOCKED_S))
+    waiting = Caller(lambda: sample(buffer, 2, timeout_s=LONG_S))
     insert_group(buffer, "a")
     assert waiting.is_blocked()
     insert_group(buffer, "b")
@@ -366,7 +367,7 @@ def test_sample_waits_for_groups_and_is_woken_by_the_last_insert() -> None:
 
 def test_a_failed_member_that_completes_the_group_wakes_sample() -> None:
     buffer = make_buffer(group_size=3, incomplete_groups="min_members", min_members=2)
-    waiting = Caller(lambda: sample(buffer, 1, timeout_s=UNBLOCKED_S))
+    waiting = Caller(lambda: sample(buffer, 1, timeout_s=LONG_S))
     buffer.insert(make_rollout("a", 0))
     buffer.insert(make_rollout("a", 2))
     assert waiting.is_blocked()
@@ -396,7 +397,7 @@ def test_a_sample_that_ran_into_its_deadline_has_taken_nothing() -> None:
 
 def test_close_wakes_every_waiter_with_an_error() -> None:
     buffer = make_buffer()
-    waiting = [Caller(lambda: sample(buffer, 1, timeout_s=60)) for _ in range(3)]
+    waiting = [Caller(lambda: sample(buffer, 1, timeout_s=LONG_S)) for _ in range(3)]
     assert waiting[0].is_blocked()
     buffer.close()
     for caller in waiting:
@@ -419,7 +420,7 @@ def test_calls_after_close_raise_but_the_ledger_can_still_be_read() -> None:
 def test_a_wait_is_visible_while_it_lasts() -> None:
     buffer = make_buffer()
     insert_group(buffer, "a")
-    waiting = Caller(lambda: sample(buffer, 4, timeout_s=UNBLOCKED_S))
+    waiting = Caller(lambda: sample(buffer, 4, timeout_s=LONG_S))
     assert waiting.is_blocked()
     (wait,) = buffer.stats().waits
     assert (wait.waiter, wait.waiting_for, wait.owner) == ("learner", "3 more groups", "generators")
@@ -431,7 +432,7 @@ def test_a_wait_is_visible_while_it_lasts() -> None:
 
 def test_sampling_waits_for_the_minimum_size() -> None:
     buffer = make_buffer(min_size=3)
-    waiting = Caller(lambda: sample(buffer, 1, timeout_s=UNBLOCKED_S))
+    waiting = Caller(lambda: sample(buffer, 1, timeout_s=LONG_S))
     insert_group(buffer, "a")
     insert_group(buffer, "b")
     assert waiting.is_blocked()
@@ -704,7 +705,7 @@ def test_a_rollback_wakes_a_waiting_sample() -> None:
     buffer = make_buffer()
     insert_group(buffer, "a")
     sample(buffer, 1, version=1)
-    waiting = Caller(lambda: sample(buffer, 1, version=1, timeout_s=UNBLOCKED_S))
+    waiting = Caller(lambda: sample(buffer, 1, version=1, timeout_s=LONG_S))
     assert waiting.is_blocked()
     buffer.rollback(1)
     assert uids(waiting.finish()) == ["a"]
@@ -813,6 +814,29 @@ def test_a_queue_of_the_limiter_paces_and_stale_drops_do_not_clog_it() -> None:
     assert buffer.stats().discarded == {"stale": 57}
 
 
+def test_a_rollback_fills_the_queue_of_the_limiter_again() -> None:
+    buffer = make_buffer(limiter="queue", queue_size=4, max_staleness=1)
+    for uid in "abc":
+        insert_group(buffer, uid)
+    sample(buffer, 2, version=0)
+    assert buffer.stats().capacity == 3
+    buffer.rollback(0)
+    assert buffer.stats().capacity == 1
+
+
+def test_a_rollback_takes_back_what_an_outdated_group_had_given_back_to_the_limiter() -> None:
+    settings = {"limiter": "ratio", "samples_per_insert": 3.0, "error_buffer": 6.0, "max_times_sampled": 3}
+    buffer = make_buffer(max_staleness=1, **settings)
+    insert_group(buffer, "a")
+    insert_group(buffer, "b")
+    room = buffer.stats().capacity
+    sample(buffer, 2, version=0)
+    buffer.advance(2)
+    assert buffer.stats().trained == 2
+    buffer.rollback(0)
+    assert (buffer.stats().buffered, buffer.stats().capacity) == (2, room)
+
+
 @pytest.mark.parametrize("samples_per_insert", [0.5, 1.5, 2.0])
 def test_the_samples_per_insert_ratio_holds_over_a_long_run_without_a_deadlock(samples_per_insert: float) -> None:
     batch, steps = 4, 60
@@ -865,7 +889,7 @@ def test_another_selector_takes_over_what_is_held() -> None:
 def test_a_smaller_minimum_size_wakes_a_waiting_sample() -> None:
     buffer = make_buffer(min_size=10)
     insert_group(buffer, "a")
-    waiting = Caller(lambda: sample(buffer, 1, timeout_s=UNBLOCKED_S))
+    waiting = Caller(lambda: sample(buffer, 1, timeout_s=LONG_S))
     assert waiting.is_blocked()
     buffer.reconfigure(BufferConfig(min_size=1))
     assert uids(waiting.finish()) == ["a"]

@@ -384,5 +384,5 @@ class ReplayMachine(RuleBasedStateMachine):
 
 TestReplayMachine = ReplayMachine.TestCase
 TestReplayMachine.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
