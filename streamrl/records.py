@@ -59,8 +59,8 @@ class Rollout:
     """One scored response of a group: what the generator sends and the learner trains on.
 
     Example: Rollout(uid="0-000017", member=3, attempt=0, response_ids=array([7, 1]), old_log_probs=array([-0.1, -0.7]),
-    versions=array([4, 5]), reward=1.0, finish_reason="stop", generator="generator-1", ...): the second token was sampled
-    after a weight update to version 5.
+    versions=array([4, 5]), reward=1.0, finish_reason="stop", generator="generator-1", ...): the second token was
+    sampled after a weight update to version 5.
     """
 
     uid: str
@@ -92,9 +92,7 @@ class Rollout:
 
     @property
     def num_bytes(self) -> int:
-        return int(
-            self.prompt_ids.nbytes + self.response_ids.nbytes + self.old_log_probs.nbytes + self.versions.nbytes
-        )
+        return int(self.prompt_ids.nbytes + self.response_ids.nbytes + self.old_log_probs.nbytes + self.versions.nbytes)
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,8 +130,8 @@ class RolloutGroup:
 class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """The announcement of one published version. The payload is fetched by the backend named here.
 
-    `probe_log_probs` are the learner's own numbers for the channel's fixed probe sequences, so that a generator can prove
-    that its engine now computes the same function.
+    `probe_log_probs` are the learner's own numbers for the channel's fixed probe sequences, so that a generator can
+    prove that its engine now computes the same function.
     """
 
     incarnation: int
