@@ -62,8 +62,8 @@ class WarmUpConfig(_Section, frozen=True):
     lr: Annotated[float, Meta(gt=0)] = 2e-3
     """Peak learning rate of the warm-up."""
     wrong_share: Fraction = 0.0
-    """Share of the warm-up's demonstrations whose answer is written back to front. Above 0.5 the base model can do the task
-    but mostly does something else, as a pretrained model does, and RL has to find out what is wanted."""
+    """Share of the warm-up's demonstrations whose answer is written back to front. Above 0.5 the base model can do the
+    task but mostly does something else, as a pretrained model does, and RL has to find out what is wanted."""
 
 
 class ModelConfig(_Section, frozen=True):
