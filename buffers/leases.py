@@ -9,10 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
+import numpy as np
+
+from buffers.outcomes import OpenGroup
 from streamrl.records import IntArray, Lease, Prompt
 
 Member = tuple[str, int, int]  # uid, member, attempt
+
+SOMEBODY_ELSE = "a generator that has not come back"
+
+
+class _Note(msgspec.Struct, array_like=True, frozen=True):
+    index: int
+    prompt_ids: bytes
+    task: dict[str, Any]
+
+
+_note_decoder = msgspec.msgpack.Decoder(_Note)
+
+
+def note_of(prompt: Prompt) -> bytes:
+    """What the journal keeps beside the uid, so that the prompt can be leased again after a restart."""
+    return msgspec.msgpack.encode(_Note(prompt.index, prompt.prompt_ids.tobytes(), prompt.task))
+
+
+def _prompt_of(group: OpenGroup) -> Prompt:
+    note = _note_decoder.decode(group.note)
+    prompt_ids = np.frombuffer(note.prompt_ids, dtype=np.int32)
+    return Prompt(uid=group.uid, index=note.index, prompt_ids=prompt_ids, task=note.task)
 
 
 @dataclass(slots=True)
@@ -36,6 +63,14 @@ class LeaseBook:
         self._open[prompt.uid] = _Open(prompt, dict.fromkeys(range(group_size), 0))
         self._pending[prompt.uid] = None
 
+    def restore(self, group: OpenGroup) -> None:
+        """A group that was open when the server before this one was lost. `SOMEBODY_ELSE` holds its members until the
+        generators that have them come back (`reconcile`), or do not."""
+        prompt = _prompt_of(group)
+        held = {m: (SOMEBODY_ELSE, a) for m, a in zip(group.members, group.attempts, strict=True)}
+        self._open[prompt.uid] = _Open(prompt, {}, held)
+        self._holdings.setdefault(SOMEBODY_ELSE, set()).update((prompt.uid, m) for m in held)
+
     def take(self, generator: str, num_members: int) -> tuple[Lease, IntArray] | None:
         """Lease up to `num_members` members of the oldest uid with pending ones, with its prompt_ids [P]; None if
         nothing is pending."""
@@ -48,8 +83,7 @@ class LeaseBook:
         if not group.pending:
             del self._pending[uid]
         for member, attempt in zip(members, attempts, strict=True):
-            group.held[member] = (generator, attempt)
-            self._holdings.setdefault(generator, set()).add((uid, member))
+            self._hold(generator, uid, member, attempt)
         return Lease(uid=uid, members=members, attempts=attempts, task=group.prompt.task), group.prompt.prompt_ids
 
     def is_current(self, uid: str, member: int, attempt: int) -> bool:
@@ -96,10 +130,6 @@ class LeaseBook:
         return len(self._holdings.get(generator, ()))
 
     @property
-    def holders(self) -> list[str]:
-        return sorted(self._holdings)
-
-    @property
     def has_pending(self) -> bool:
         return bool(self._pending)
 
@@ -109,11 +139,18 @@ class LeaseBook:
         What the book says it holds and it does not claim was lost on the way: pending again, same attempt. Returns the
         uids of which nothing that it claims is its own any more: it may abort them.
         """
-        mine = set(self.held_by(generator))
         theirs = set(claimed)
+        for uid, member, attempt in theirs.intersection(self.held_by(SOMEBODY_ELSE)):
+            self._let_go(uid, member)
+            self._hold(generator, uid, member, attempt)
+        mine = set(self.held_by(generator))
         for uid, member, attempt in sorted(mine - theirs):
             self.refill(uid, member, attempt)
         return sorted({uid for uid, _, _ in theirs} - {uid for uid, _, _ in mine & theirs})
+
+    def _hold(self, generator: str, uid: str, member: int, attempt: int) -> None:
+        self._open[uid].held[member] = (generator, attempt)
+        self._holdings.setdefault(generator, set()).add((uid, member))
 
     def _let_go(self, uid: str, member: int) -> None:
         holding = self._open[uid].held.pop(member, None)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
+import pathlib
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -28,13 +29,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from buffers.leases import LeaseBook
+from buffers.desk import ShardDesk
+from buffers.leases import SOMEBODY_ELSE, LeaseBook, note_of
 from buffers.replay import ReplayBuffer
-from buffers.shards import Shard, cut
 from streamrl import wire
 from streamrl.config import Config
-from streamrl.errors import ClosedError, ConfigError, DeadlineExceededError
-from streamrl.records import BufferStats, Failure, Prompt, Wait
+from streamrl.errors import ClosedError, ConfigError
+from streamrl.records import BufferStats, Failure, Prompt, Rollout, Wait
 from streamrl.transport import HEARTBEAT_S, PEER_TIMEOUT_S, CurveKeys, Listener, Message
 
 WINDOW_ROLLOUTS = 1024  # what one generator may have sent without an acknowledgement
@@ -58,6 +59,17 @@ class PromptSource(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class _Attempt(Protocol):
+    """A rollout, its head or a failure."""
+
+    @property
+    def uid(self) -> str: ...
+    @property
+    def member(self) -> int: ...
+    @property
+    def attempt(self) -> int: ...
+
+
 @dataclass(slots=True)
 class _Generator:
     name: str
@@ -66,15 +78,10 @@ class _Generator:
     idle_since: float = 0.0  # unix time since which its credit has been waiting; 0 if it is not
     settled: list[wire.Ack] = field(default_factory=list)  # and not yet acknowledged
 
-
-@dataclass(slots=True)
-class _Waiting:
-    """A rank's open request for its shard."""
-
-    peer: str
-    request: int
-    policy_version: int
-    since: float  # unix time
+    def settle(self, what: _Attempt, status: str, reason: str) -> None:
+        self.settled.append(
+            wire.Ack(uid=what.uid, member=what.member, attempt=what.attempt, status=status, reason=reason)
+        )
 
 
 class BufferServer:
@@ -83,8 +90,8 @@ class BufferServer:
     Args:
         source: where prompts come from; the server owns it.
         bind: address to listen on; another than loopback needs `curve`.
-        buffer, leases: carried over from a server that was lost; by default new ones. A buffer without its leases loses
-            the groups in flight.
+        journal_path: folder of the journal, needed unless buffer.journal is `off`. If a server before this one left its
+            journal there, this one goes on where that was: `source` must be at the start of the data.
         peer_timeout_s: silence after which a generator's members are leased to others.
     """
 
@@ -95,31 +102,38 @@ class BufferServer:
         *,
         bind: str = "tcp://127.0.0.1:0",
         curve: CurveKeys | None = None,
-        buffer: ReplayBuffer | None = None,
-        leases: LeaseBook | None = None,
+        journal_path: str | pathlib.Path | None = None,
         heartbeat_s: float = HEARTBEAT_S,
         peer_timeout_s: float = PEER_TIMEOUT_S,
     ) -> None:
         self._config = config
         self._source = source
-        self.buffer = buffer or ReplayBuffer(
+        self.buffer = ReplayBuffer(
             config.buffer,
             group_size=config.algorithm.group_size,
             groups_per_step=config.learner.groups_per_step,
             issued_only=True,
+            journal_path=journal_path,
             seed=config.run.seed,
         )
-        self.leases = leases or LeaseBook()
-        if buffer is not None and leases is None:
-            buffer.discard_in_flight("server_lost")  # nobody knows who generates what
+        self.leases = LeaseBook()
+        for group in self.buffer.open_groups():
+            self.leases.restore(group)
+        for _ in range(self.buffer.stats().issued):
+            source.next()
+        self._desk = ShardDesk(
+            self.buffer,
+            groups_per_step=config.learner.groups_per_step,
+            ranks=config.learner.ranks,
+            exhausted=lambda: source.exhausted,
+        )
         self._listener = Listener(
             bind=bind, curve=curve, welcome=self._welcome, heartbeat_s=heartbeat_s, peer_timeout_s=peer_timeout_s
         )
         self._peer_timeout_s = peer_timeout_s
         self._generators: dict[str, _Generator] = {}
         self._ranks: dict[str, int] = {}  # peer -> rank
-        self._waiting: dict[int, _Waiting] = {}  # by rank
-        self._cut: tuple[int, list[Shard]] | None = None  # policy_version and the shard of each rank
+        self._arrived: list[tuple[_Generator, wire.RolloutMessage, list[wire.Array]]] = []
         self._malformed: collections.Counter[str] = collections.Counter()  # by peer
         self._ended: str | None = None
 
@@ -133,7 +147,7 @@ class BufferServer:
         Raises:
             StaleRolloutError: the bound is broken; the run must end.
         """
-        absent_at = time.monotonic() + self._peer_timeout_s if self.leases.holders else None
+        absent_at = time.monotonic() + self._peer_timeout_s if self.leases.num_held(SOMEBODY_ELSE) else None
         while self._ended is None:
             due = min((d for d in (self.buffer.next_deadline(), absent_at) if d is not None), default=None)
             wait_s = None if due is None else due - time.monotonic()
@@ -141,8 +155,7 @@ class BufferServer:
                 await self._close_groups(self.buffer.expire())
                 if absent_at is not None and time.monotonic() >= absent_at:
                     absent_at = None
-                    for name in set(self.leases.holders) - set(self._generators):
-                        await self._leave(name, "it did not come back to the new server")
+                    await self._leave(SOMEBODY_ELSE, "the server was restarted")
             else:
                 try:
                     async with asyncio.timeout(wait_s):
@@ -151,10 +164,13 @@ class BufferServer:
                     continue
                 except ClosedError:
                     return
+                if self._ended is not None:
+                    return
                 for message in messages:
                     await self._handle(message)
-            await self._acknowledge()
-            await self._serve_ranks()
+                await self._insert_arrived()
+            for peer, answer in self._desk.answers():
+                await self._listener.send(peer, answer)
             await self._dispatch()
 
     async def stats(self) -> BufferStats:
@@ -171,7 +187,7 @@ class BufferServer:
         discard what is in flight, tell every client, free the socket. Returns the final ledger. Bounded."""
         if self._ended is None:
             self._ended = reason
-            if self._cut is not None and self._cut[0] >= final_version:
+            if self.buffer.sampled_at(final_version):
                 self.buffer.rollback(final_version)
             elif final_version > self.buffer.stats().policy_version:
                 self.buffer.advance(final_version)
@@ -196,19 +212,22 @@ class BufferServer:
 
     async def _handle(self, message: Message) -> None:
         peer = message.peer
+        if message.kind == "data":
+            try:
+                body, arrays = wire.TO_BUFFER.unpack(message.frames)
+            except wire.FrameError as error:
+                self._count_malformed(peer, error)
+                return
+            if isinstance(body, wire.RolloutMessage) and peer in self._generators:
+                self._arrived.append((self._generators[peer], body, arrays))
+                return
+        await self._insert_arrived()  # messages have their effect in order
         if message.kind == "joined":
             await self._join(peer, message.frames[0])
-            return
-        if message.kind == "left":
+        elif message.kind == "left":
             await self._leave(peer, message.reason)
-            return
-        try:
-            body, arrays = wire.TO_BUFFER.unpack(message.frames)
-        except wire.FrameError as error:
-            self._count_malformed(peer, error)
-            return
-        if peer in self._generators:
-            await self._handle_generator(self._generators[peer], body, arrays)
+        elif peer in self._generators:
+            await self._handle_generator(self._generators[peer], body)
         else:
             await self._handle_rank(peer, self._ranks[peer], body)
 
@@ -223,7 +242,7 @@ class BufferServer:
 
     async def _leave(self, peer: str, reason: str) -> None:
         """What it held is generated by others."""
-        self._waiting.pop(self._ranks.pop(peer, -1), None)
+        self._desk.leave(self._ranks.pop(peer, -1))
         self._generators.pop(peer, None)
         held = self.leases.held_by(peer)
         if held:
@@ -239,17 +258,11 @@ class BufferServer:
 
     # -- generators --
 
-    async def _handle_generator(self, generator: _Generator, body: Any, arrays: list[wire.Array]) -> None:
+    async def _handle_generator(self, generator: _Generator, body: Any) -> None:
         match body:
-            case wire.RolloutMessage():
-                await self._insert(generator, body, arrays)
             case Failure():
                 await self._fail(body)
-                generator.settled.append(
-                    wire.Ack(
-                        uid=body.uid, member=body.member, attempt=body.attempt, status="failed", reason=body.reason
-                    )
-                )
+                generator.settle(body, "failed", body.reason)
             case wire.Request():
                 generator.credit += body.num_members
             case wire.Report():
@@ -257,28 +270,37 @@ class BufferServer:
             case _:
                 self._count_malformed(generator.name, wire.FrameError("kind", f"{type(body).__name__} of a generator"))
 
-    async def _insert(self, generator: _Generator, body: wire.RolloutMessage, arrays: list[wire.Array]) -> None:
-        uid, member, attempt = body.head.uid, body.head.member, body.head.attempt
-        try:
-            outcome = self.buffer.insert(wire.rollout_from(body, arrays))
-        except wire.FrameError as error:
-            self._count_malformed(generator.name, error)
-            status, reason, group_discarded = "rejected", "malformed", False
-        else:
-            status, reason, group_discarded = outcome.status, outcome.reason, outcome.group_discarded
-        if group_discarded:
-            await self._close_groups([uid])
-        elif status == "accepted":
-            self.leases.settle(uid, member)
-        elif status == "rejected" and self.leases.is_current(uid, member, attempt):
-            await self._fail(Failure(uid=uid, member=member, attempt=attempt, reason=reason))
-        generator.settled.append(wire.Ack(uid=uid, member=member, attempt=attempt, status=status, reason=reason))
-
-    async def _acknowledge(self) -> None:
+    async def _insert_arrived(self) -> None:
+        """The rollouts that came together go into the buffer, and are acknowledged, together."""
+        arrived, self._arrived = self._arrived, []
+        rollouts: list[Rollout] = []
+        senders: list[_Generator] = []
+        for generator, body, arrays in arrived:
+            try:
+                rollouts.append(wire.rollout_from(body, arrays))
+                senders.append(generator)
+            except wire.FrameError as error:
+                self._count_malformed(generator.name, error)
+                await self._fail_current(body.head, "malformed")
+                generator.settle(body.head, "rejected", "malformed")
+        outcomes = self.buffer.insert_many(rollouts) if rollouts else []
+        for generator, rollout, outcome in zip(senders, rollouts, outcomes, strict=True):
+            if outcome.group_discarded:
+                await self._close_groups([rollout.uid])
+            elif outcome.status == "accepted":
+                self.leases.settle(rollout.uid, rollout.member)
+            elif outcome.status == "rejected":
+                await self._fail_current(rollout, outcome.reason)
+            generator.settle(rollout, outcome.status, outcome.reason)
         for generator in self._generators.values():
             if generator.settled:
                 settled, generator.settled = generator.settled, []
                 await self._send(generator.name, wire.Acks(acks=settled))
+
+    async def _fail_current(self, what: _Attempt, reason: str) -> None:
+        """If somebody was to deliver this very attempt, the member is still missing."""
+        if self.leases.is_current(what.uid, what.member, what.attempt):
+            await self._fail(Failure(uid=what.uid, member=what.member, attempt=what.attempt, reason=reason))
 
     async def _fail(self, failure: Failure) -> None:
         decision = self.buffer.fail(failure)
@@ -334,7 +356,7 @@ class BufferServer:
         prompt = self._source.next()
         if prompt is None:
             return False
-        self.buffer.issue(prompt.uid)
+        self.buffer.issue(prompt.uid, note=note_of(prompt))
         self.leases.open(prompt, group_size=self._config.algorithm.group_size)
         return True
 
@@ -350,7 +372,7 @@ class BufferServer:
                     return
                 await self._close_groups(self.buffer.advance(version))
                 if isinstance(body, wire.Sample):
-                    self._waiting[rank] = _Waiting(peer, body.request, version, time.time())
+                    self._desk.ask(rank, peer, body)
                     return
                 if body.commit:
                     self.buffer.commit(version)
@@ -358,60 +380,19 @@ class BufferServer:
             case _:
                 self._count_malformed(peer, wire.FrameError("kind", f"{type(body).__name__} of a learner rank"))
 
-    async def _serve_ranks(self) -> None:
-        """Answer the ranks that wait, if their batch is there or can never be."""
-        if not self._waiting:
-            return
-        version = max(waiting.policy_version for waiting in self._waiting.values())
-        if self._cut is None or self._cut[0] != version:
-            try:
-                groups = self.buffer.sample(self._config.learner.groups_per_step, policy_version=version, timeout_s=0.0)
-            except DeadlineExceededError:
-                if self._is_out_of_data():
-                    for waiting in self._waiting.values():
-                        await self._send(waiting.peer, wire.Answer(request=waiting.request, status="end"))
-                    self._waiting.clear()
-                return
-            self._cut = version, cut(groups, self._config.learner.ranks)
-        for rank, waiting in list(self._waiting.items()):
-            if waiting.policy_version == version:
-                del self._waiting[rank]
-                await self._send_shard(waiting, self._cut[1][rank])
-
-    async def _send_shard(self, waiting: _Waiting, shard: Shard) -> None:
-        head = wire.ShardHead(
-            request=waiting.request,
-            num_shard_groups=len(shard.groups),
-            num_groups=shard.num_groups,
-            num_rollouts=shard.num_rollouts,
-            num_tokens=shard.num_tokens,
-            num_response_tokens=shard.num_response_tokens,
-        )
-        await self._send(waiting.peer, head)
-        for group in shard.groups:
-            await self._listener.send(waiting.peer, wire.encode_group(group, request=waiting.request))
-
-    def _is_out_of_data(self) -> bool:
-        stats = self.buffer.stats()
-        enough = stats.in_flight + stats.buffered >= self._config.learner.groups_per_step
-        return self._source.exhausted and not (stats.in_flight and enough)
-
     def _waits(self, stats: BufferStats) -> list[Wait]:
-        missing = max(1, self._config.learner.groups_per_step - stats.buffered)
-        waits = [
-            Wait(waiter=w.peer, waiting_for=f"{missing} more groups", owner="generators", since=w.since)
-            for w in self._waiting.values()
-        ]
+        waits = self._desk.waits(stats)
         oldest = max(0, stats.policy_version - stats.max_staleness)
         for g in self._generators.values():
-            if g.idle_since:
-                if g.policy_version < oldest:
-                    what, owner = f"weights of version {oldest} or newer", "learner"
-                elif self._source.exhausted:
-                    what, owner = "the end of the run: there are no more prompts", "learner"
-                else:
-                    what, owner = f"admission: {stats.capacity} groups may be started", "learner"
-                waits.append(Wait(waiter=g.name, waiting_for=what, owner=owner, since=g.idle_since))
+            if not g.idle_since:
+                continue
+            if g.policy_version < oldest:
+                what = f"weights of version {oldest} or newer"
+            elif self._source.exhausted:
+                what = "the end of the run: there are no more prompts"
+            else:
+                what = f"admission: {stats.capacity} groups may be started"
+            waits.append(Wait(waiter=g.name, waiting_for=what, owner="learner", since=g.idle_since))
         return waits
 
     async def _send(self, peer: str, message: msgspec.Struct) -> None:

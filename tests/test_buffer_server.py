@@ -19,7 +19,6 @@ from stand_ins import CountingSource, StandInGenerator, make_rollout, small_conf
 
 from buffers import server as server_module
 from buffers.client import GeneratorClient, LearnerClient
-from buffers.replay import ReplayBuffer
 from buffers.server import BufferServer
 from buffers.shards import Shard
 from streamrl import transport
@@ -82,9 +81,9 @@ async def until(condition: Callable[[], bool], *, limit_s: float = 5) -> None:
 
 async def kill(server: BufferServer, task: asyncio.Task[None]) -> None:
     """As the death of its process: the socket is gone and nobody was told."""
-    task.cancel()
-    await transport._cancel(server._listener._tasks)
+    await transport._cancel([task, *server._listener._tasks])
     await server._listener._teardown()
+    server.buffer.close()  # its journal has everything that a call returned for
 
 
 def balanced(stats: BufferStats) -> bool:
@@ -122,12 +121,12 @@ def test_the_rollouts_of_many_generators_arrive_exactly_once() -> None:
     run(main())
 
 
-def test_a_killed_server_gets_everything_again_from_its_successor_and_keeps_one_of_each() -> None:
+def test_a_killed_server_gets_everything_again_from_its_successor_and_keeps_one_of_each(tmp_path: pathlib.Path) -> None:
     """What was not acknowledged is sent again, what was acknowledged is not, what was leased is not leased twice."""
 
     async def main() -> None:
-        config = small_config(buffer={"max_staleness": 4})
-        first = BufferServer(config, CountingSource(), **FAST)
+        config = small_config(buffer={"max_staleness": 4, "journal": "async"})
+        first = BufferServer(config, CountingSource(), journal_path=tmp_path, **FAST)
         address = await first.start()
         task = asyncio.create_task(first.run())
         async with generator(address) as client:
@@ -144,8 +143,8 @@ def test_a_killed_server_gets_everything_again_from_its_successor_and_keeps_one_
                     await client.send(make_rollout(lease.uid, member, prompt_ids=prompt_ids))
             await client.request(4)
             assert client.unacknowledged == 8
-            again = {"buffer": first.buffer, "leases": first.leases, "bind": address}
-            async with serving(config, first._source, **again) as (second, _):
+            again = {"journal_path": tmp_path, "bind": address}
+            async with serving(config, **again) as (second, _):
                 await until(lambda: client.unacknowledged == 0)
                 assert client.outcomes == {"accepted": 16}
                 stats = await second.stats()
@@ -156,10 +155,10 @@ def test_a_killed_server_gets_everything_again_from_its_successor_and_keeps_one_
     run(main())
 
 
-def test_a_rollout_whose_acknowledgement_was_lost_is_recognised_when_it_comes_again() -> None:
+def test_a_rollout_whose_acknowledgement_was_lost_is_recognised_when_it_comes_again(tmp_path: pathlib.Path) -> None:
     async def main() -> None:
-        config = small_config()
-        first = BufferServer(config, CountingSource(), **FAST)
+        config = small_config(buffer={"journal": "async"})
+        first = BufferServer(config, CountingSource(), journal_path=tmp_path, **FAST)
         address = await first.start()
         task = asyncio.create_task(first.run())
         async with generator(address) as client:
@@ -170,14 +169,14 @@ def test_a_rollout_whose_acknowledgement_was_lost_is_recognised_when_it_comes_ag
             async def lose(*arguments: Any) -> None:
                 pass
 
-            first._acknowledge = lose  # type: ignore[method-assign]
+            first._send = lose  # type: ignore[method-assign]
             for member in lease.members:
                 await client.send(make_rollout(lease.uid, member, prompt_ids=prompt_ids))
             await until(lambda: first.buffer.stats().buffered == 1)
             assert client.unacknowledged == 4
             await kill(first, task)
-            again = {"buffer": first.buffer, "leases": first.leases, "bind": address}
-            async with serving(config, first._source, **again) as (second, _):
+            again = {"journal_path": tmp_path, "bind": address}
+            async with serving(config, **again) as (second, _):
                 await until(lambda: client.unacknowledged == 0)
                 assert client.outcomes == {"duplicate": 4}
                 stats = await second.stats()
@@ -186,10 +185,12 @@ def test_a_rollout_whose_acknowledgement_was_lost_is_recognised_when_it_comes_ag
     run(main())
 
 
-def test_members_of_a_generator_that_did_not_come_back_to_a_new_server_are_leased_to_others() -> None:
+def test_members_of_a_generator_that_did_not_come_back_to_a_new_server_are_leased_to_others(
+    tmp_path: pathlib.Path,
+) -> None:
     async def main() -> None:
-        config = small_config()
-        first = BufferServer(config, CountingSource(), **FAST)
+        config = small_config(buffer={"journal": "async"})
+        first = BufferServer(config, CountingSource(), journal_path=tmp_path, **FAST)
         address = await first.start()
         task = asyncio.create_task(first.run())
         async with generator(address, "lost") as lost:
@@ -197,8 +198,8 @@ def test_members_of_a_generator_that_did_not_come_back_to_a_new_server_are_lease
             await lost.request(4)
             lease, _ = await lost.next_lease()
             await kill(first, task)
-        again = {"buffer": first.buffer, "leases": first.leases, "peer_timeout_s": 0.2}
-        async with serving(config, first._source, **again) as (_, address), generator(address, "other") as other:
+        again = {"journal_path": tmp_path, "peer_timeout_s": 0.2}
+        async with serving(config, **again) as (_, address), generator(address, "other") as other:
             await other.report_version(incarnation=0, policy_version=0)
             await other.request(64)
             seen = [(await other.next_lease())[0] for _ in range(12)]
@@ -372,18 +373,18 @@ def test_two_ranks_get_one_partition_balanced_by_tokens_whichever_asks_first(fir
     run(main())
 
 
-def test_a_learner_whose_link_broke_while_it_waited_asks_again_by_itself() -> None:
+def test_a_learner_whose_link_broke_while_it_waited_asks_again_by_itself(tmp_path: pathlib.Path) -> None:
     async def main() -> None:
-        config = small_config()
-        first = BufferServer(config, CountingSource(), **FAST)
+        config = small_config(buffer={"journal": "async"})
+        first = BufferServer(config, CountingSource(), journal_path=tmp_path, **FAST)
         address = await first.start()
         task = asyncio.create_task(first.run())
         async with learner(address) as trainer:
             waiting = sample(trainer, 0)
-            await until(lambda: bool(first._waiting))
+            await until(lambda: bool(first._desk._waiting))
             await kill(first, task)
-            again = {"buffer": first.buffer, "leases": first.leases, "bind": address}
-            async with serving(config, first._source, **again) as _, generator(address) as client:
+            again = {"journal_path": tmp_path, "bind": address}
+            async with serving(config, **again) as _, generator(address) as client:
                 worker = asyncio.create_task(StandInGenerator(client, concurrency=16).run())
                 shard = await asyncio.wait_for(waiting, 10)
                 assert shard is not None and len(shard.groups) == 4
@@ -582,7 +583,7 @@ def test_stop_ends_every_wait_of_every_client_within_a_second() -> None:
         ):
             waits = [asyncio.create_task(client.next_lease()), asyncio.create_task(client.next_cancel())]
             waiting = sample(trainer, 0, timeout_s=60)
-            await until(lambda: bool(server._waiting))
+            await until(lambda: bool(server._desk._waiting))
             start = time.monotonic()
             await server.stop(reason="max_steps", final_version=0)
             for wait in waits:
@@ -625,7 +626,7 @@ def test_closing_a_learner_client_from_another_thread_ends_its_wait() -> None:
     async def main() -> None:
         async with serving(small_config()) as (server, address), learner(address) as trainer:
             waiting = sample(trainer, 0, timeout_s=60)
-            await until(lambda: bool(server._waiting))
+            await until(lambda: bool(server._desk._waiting))
             await asyncio.to_thread(trainer.close)
             with pytest.raises(ClosedError):
                 await waiting
@@ -704,14 +705,3 @@ def test_the_size_limit_paces_generators_and_drops_nothing() -> None:
             task.cancel()
 
     run(main())
-
-
-def test_a_buffer_without_its_leases_keeps_what_is_complete_and_counts_what_is_not() -> None:
-    config = small_config()
-    buffer = ReplayBuffer(config.buffer, group_size=4, groups_per_step=4, issued_only=True)
-    buffer.issue("0-000000")
-    buffer.issue("0-000001")
-    for member in range(4):
-        buffer.insert(make_rollout("0-000000", member))
-    stats = BufferServer(config, CountingSource(), buffer=buffer).buffer.stats()
-    assert (stats.buffered, stats.discarded) == (1, {"server_lost": 1})

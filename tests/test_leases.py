@@ -7,7 +7,8 @@ import random
 import numpy as np
 from stand_ins import CountingSource
 
-from buffers.leases import LeaseBook
+from buffers.leases import SOMEBODY_ELSE, LeaseBook, note_of
+from buffers.outcomes import OpenGroup
 from streamrl.records import Prompt
 
 
@@ -51,7 +52,7 @@ def test_closing_a_group_names_its_holders_and_forgets_everything_of_it() -> Non
     book.take("a", 2)
     assert book.close("0-000000") == ["a", "b"]
     assert book.close("0-000000") == []
-    assert not book.has_pending and book.holders == []
+    assert not book.has_pending and not book.num_held("a") and not book.num_held("b")
     book.settle("0-000000", 0)  # a late result of it changes nothing
 
 
@@ -67,6 +68,22 @@ def test_a_reconnect_gives_back_what_was_lost_and_names_what_is_void() -> None:
     assert leased is not None and (leased[0].uid, leased[0].members, leased[0].attempts) == ("0-000000", (2, 3), (0, 0))
     leased = book.take("b", 4)
     assert leased is not None and (leased[0].uid, leased[0].members) == ("0-000002", (0, 1, 2, 3))
+
+
+def test_after_a_restart_generators_take_up_what_they_hold_and_the_rest_waits_for_its_owner() -> None:
+    prompt = Prompt(uid="0-000003", index=5, prompt_ids=np.arange(3, dtype=np.int32), task={"answer": "7"})
+    book = LeaseBook()
+    book.restore(OpenGroup(uid="0-000003", members=(1, 2, 3), attempts=(0, 2, 0), note=note_of(prompt)))
+    assert not book.has_pending
+    assert book.reconcile("a", [("0-000003", 1, 0), ("0-000003", 2, 1), ("gone", 0, 0)]) == ["gone"]
+    assert book.held_by("a") == [("0-000003", 1, 0)]
+    assert book.held_by(SOMEBODY_ELSE) == [("0-000003", 2, 2), ("0-000003", 3, 0)]
+    book.refill("0-000003", 2, 3)
+    leased = book.take("b", 4)
+    assert leased is not None
+    lease, prompt_ids = leased
+    assert (lease.members, lease.attempts, lease.task) == ((2,), (3,), {"answer": "7"})
+    assert prompt_ids.tolist() == [0, 1, 2]
 
 
 def test_every_member_is_in_one_place_whatever_happens() -> None:
