@@ -47,7 +47,7 @@ docs: install
 	$(BIN)/python -m streamrl.config_reference > docs/configuration.md
 
 bench: install
-	@for benchmark in bench/bench_*.py; do echo "$$benchmark"; $(BIN)/python "$$benchmark" $(ARGS) || exit 1; done
+	@for benchmark in $(wildcard bench/bench_*.py); do $(BIN)/python "$$benchmark" $(ARGS) || exit 1; done
 
 lock: install
 	@{ sed -n '/^#/p' requirements.lock; $(BIN)/pip freeze --exclude-editable | sed 's/^\(torch==[0-9.]*\)+.*/\1/'; } > .lock.new
