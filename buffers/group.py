@@ -40,6 +40,8 @@ class Group:
     probability: float = 1.0  # of the last draw
     share: float = 0.0  # what the limiter was given back when it left before its uses were up
 
+    arrived: int = 0  # bit m is set if member m arrived, whether it was taken or not
+
     @property
     def present(self) -> list[int]:
         """Response tokens of the members that are there."""
@@ -49,12 +51,6 @@ class Group:
     def open(self) -> tuple[int, ...]:
         """Members that may still come."""
         return tuple(m for m, length in enumerate(self.lengths) if not length and m not in self.given_up)
-
-    @property
-    def arrived(self) -> int:
-        """Bit m is set if member m arrived, whether it was taken or not."""
-        taken = sum(1 << m for m, length in enumerate(self.lengths) if length)
-        return taken | sum(1 << m for m, _ in self.unused)
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
@@ -76,6 +72,12 @@ class Group:
     def as_sample(self, *, use: int) -> RolloutGroup:
         """What the learner gets for its `use`-th use, counted from 1."""
         return RolloutGroup(uid=self.uid, rollouts=self.rollouts, times_sampled=use, probability=self.probability)
+
+
+def arrived_bits(lengths: list[int], unused: list[tuple[int, int]]) -> int:
+    """`Group.arrived`, from what is kept of the members."""
+    taken = sum(1 << m for m, length in enumerate(lengths) if length)
+    return taken | sum(1 << m for m in {m for m, _ in unused})
 
 
 def is_well_formed(rollout: Rollout, *, group_size: int) -> bool:

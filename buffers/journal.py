@@ -75,11 +75,6 @@ class FinalRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     lengths: list[int]  # [n] response tokens; 0 for a member that was not there
     unused: list[tuple[int, int]]  # (member, response tokens) that arrived and was not taken
 
-    @property
-    def arrived(self) -> int:
-        taken = sum(1 << m for m, length in enumerate(self.lengths) if length)
-        return taken | sum(1 << m for m, _ in self.unused)
-
 
 @dataclass(slots=True)
 class Changes:

@@ -351,13 +351,14 @@ class ReplayBuffer:
         if group is None or group.state != "in_flight":
             shelf.turn_away(rollout.uid, rollout)
             return self._reject("late")
-        too_stale = group_staleness(self._policy_version, rollout.min_version) > self._config.max_staleness
+        min_version = rollout.min_version
+        too_stale = group_staleness(self._policy_version, min_version) > self._config.max_staleness
         if too_stale or self._lineage.is_dead(rollout):
             reason = "stale" if too_stale else "rolled_back"
             shelf.turn_away(rollout.uid, rollout)
             self._discard(group, reason)
             return InsertOutcome(status="stale", reason=reason, group_discarded=True)
-        shelf.add(group, rollout)
+        shelf.add(group, rollout, min_version=min_version)
         if not group.open and not self._complete(group):
             return InsertOutcome(status="accepted", reason="zero_variance", group_discarded=True)
         return InsertOutcome(status="accepted")

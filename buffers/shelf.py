@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 
-from buffers.group import Group
+from buffers.group import Group, arrived_bits
 from buffers.journal import Changes, FinalRow, Journal
 from buffers.ledger import Ledger
 from streamrl.records import Rollout, RolloutGroup
@@ -65,20 +65,21 @@ class Shelf:
         self.touch(group)
         return group
 
-    def add(self, group: Group, rollout: Rollout) -> None:
+    def add(self, group: Group, rollout: Rollout, *, min_version: int) -> None:
         """A member of a group in flight is there."""
-        self._drop_version(group)
-        length = len(rollout.response_ids)
+        length, num_bytes = len(rollout.response_ids), rollout.num_bytes
         group.members[rollout.member] = rollout
         group.lengths[rollout.member] = length
         group.attempts[rollout.member] = max(group.attempts[rollout.member], rollout.attempt)
         group.given_up.discard(rollout.member)
-        group.num_bytes += rollout.num_bytes
-        version = rollout.min_version
-        group.min_version = version if group.min_version < 0 else min(group.min_version, version)
-        self._add_version(group)
-        self.live_bytes += rollout.num_bytes
-        self.largest_rollout_bytes = max(self.largest_rollout_bytes, rollout.num_bytes)
+        group.arrived |= 1 << rollout.member
+        group.num_bytes += num_bytes
+        if group.min_version < 0 or min_version < group.min_version:
+            self._drop_version(group)
+            group.min_version = min_version
+            self._add_version(group)
+        self.live_bytes += num_bytes
+        self.largest_rollout_bytes = max(self.largest_rollout_bytes, num_bytes)
         self.missing_members -= 1
         self.ledger.insert(length)
         if self._journal is not None:
@@ -165,6 +166,7 @@ class Shelf:
         group = self.groups.get(uid)
         if group is not None:
             group.unused.append((rollout.member, length))
+            group.arrived |= 1 << rollout.member
             self.touch(group)
             return
         index, fate, arrived = self.final[uid]
@@ -261,7 +263,7 @@ class Shelf:
     def _take_up(self, journal: Journal, now: float) -> None:
         """Re-add the ledger and the indexes from the journal's rows; payload only of the groups that are live."""
         for index, final in journal.finals():
-            self.final[final.uid] = (index, sys.intern(final.fate), final.arrived)
+            self.final[final.uid] = (index, sys.intern(final.fate), arrived_bits(final.lengths, final.unused))
             present, unused = [n for n in final.lengths if n], [n for _, n in final.unused]
             self.ledger.count_final(final.fate, present, unused)
         for index, row in journal.groups():
@@ -276,6 +278,7 @@ class Shelf:
                 note=row.note,
                 given_up=set(row.given_up),
                 unused=row.unused,
+                arrived=arrived_bits(row.lengths, row.unused),
                 num_bytes=row.num_bytes,
                 min_version=row.min_version,
                 order=row.order,
