@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
+import pathlib
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from buffers.client import GeneratorClient
+from buffers.client import GeneratorClient, LearnerClient
+from buffers.server import BufferServer
 from streamrl.config import Config, config_from_tree
 from streamrl.errors import ClosedError
 from streamrl.records import Lease, Prompt, Rollout
@@ -112,8 +118,8 @@ class StandInGenerator:
             await self.client.request(1)
 
 
-async def _main(address: str, name: str) -> None:
-    """A generator process that takes members and never answers; says so on stdout."""
+async def _run_mute_generator(address: str, name: str) -> None:
+    """Takes members and never answers; says the first uid on stdout."""
     client = GeneratorClient(address, name=name, heartbeat_s=0.1, peer_timeout_s=1.0)
     await client.connect(timeout_s=10)
     await client.report_version(incarnation=0, policy_version=0)
@@ -123,5 +129,77 @@ async def _main(address: str, name: str) -> None:
     await asyncio.sleep(3600)
 
 
+async def _run_generator(address: str, name: str, checkpoint: str) -> None:
+    """Answers until the run ends; its weights are those of the learner's checkpoint."""
+    client = GeneratorClient(address, name=name, heartbeat_s=0.1, peer_timeout_s=1.0)
+    await client.connect(timeout_s=30)
+    generator = StandInGenerator(client, concurrency=12, delay_s=0.003)
+
+    async def follow() -> None:
+        while True:
+            await asyncio.sleep(0.01)
+            version = _read(checkpoint)["version"]
+            if version > generator.version:
+                await generator.report(version)
+
+    generator.version = _read(checkpoint)["version"]
+    following = asyncio.create_task(follow())
+    await generator.run()
+    following.cancel()
+    await client.close(timeout_s=1)
+
+
+async def _run_server(bind: str, journal: str, checkpoint: str) -> None:
+    """Serves with a journal until SIGTERM, then prints its ledger."""
+    config = small_config(
+        learner={"ranks": 2},
+        buffer={"max_staleness": 3, "journal": "async", "max_attempts": 10, "group_deadline_s": 5},
+    )
+    server = BufferServer(
+        config, CountingSource(), bind=bind, journal_path=journal, heartbeat_s=0.1, peer_timeout_s=1.0
+    )
+    await server.start()
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    serving = asyncio.create_task(server.run())
+    waiting = asyncio.create_task(ended.wait())
+    await asyncio.wait([serving, waiting], return_when=asyncio.FIRST_COMPLETED)
+    if serving.done():
+        serving.result()
+    stats = await server.stop(reason="end_of_run", final_version=_read(checkpoint)["version"])
+    await serving
+    print(msgspec.json.encode(stats).decode(), flush=True)
+
+
+def _run_learner(address: str, checkpoint: str) -> None:
+    """Two ranks in one process, until a file says stop. A step is in the checkpoint, which is replaced at once, or it
+    never happened."""
+    ranks = [LearnerClient(address, rank=r, world_size=2, heartbeat_s=0.1, peer_timeout_s=1.0) for r in range(2)]
+    for rank in ranks:
+        rank.connect(timeout_s=30)
+    state = _read(checkpoint)
+    while not pathlib.Path(checkpoint + ".stop").exists():
+        version = state["version"]
+        shards = [rank.sample(policy_version=version, timeout_s=60) for rank in ranks]
+        groups = [group for shard in shards if shard is not None for group in shard.groups]
+        assert all(version - group.min_version <= 3 for group in groups)
+        state["trained"][str(version)] = sorted(group.uid for group in groups)
+        state["version"] = version + 1
+        pathlib.Path(checkpoint + ".new").write_text(json.dumps(state))
+        os.replace(checkpoint + ".new", checkpoint)
+        ranks[0].advance(version + 1, commit=True)
+    for rank in ranks:
+        rank.close()
+
+
+def _read(checkpoint: str) -> dict[str, Any]:
+    return json.loads(pathlib.Path(checkpoint).read_text())
+
+
 if __name__ == "__main__":
-    asyncio.run(_main(*sys.argv[1:]))
+    role, *arguments = sys.argv[1:]
+    if role == "learner":
+        _run_learner(*arguments)
+    else:
+        roles = {"mute_generator": _run_mute_generator, "generator": _run_generator, "server": _run_server}
+        asyncio.run(roles[role](*arguments))

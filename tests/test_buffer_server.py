@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import stand_ins
 from stand_ins import CountingSource, StandInGenerator, make_rollout, small_config
 
 from buffers import server as server_module
@@ -524,7 +525,7 @@ def test_a_killed_generator_process_has_its_members_leased_to_others() -> None:
     async def main() -> None:
         async with serving(small_config()) as (server, address):
             victim = subprocess.Popen(
-                [sys.executable, str(pathlib.Path(__file__).parent / "stand_ins.py"), address, "generator-0"],
+                [sys.executable, str(pathlib.Path(stand_ins.__file__)), "mute_generator", address, "generator-0"],
                 stdout=subprocess.PIPE,
                 text=True,
             )
