@@ -152,11 +152,11 @@ class Controller:
         async def call(process: Process, method: str, *args: Any, **kwargs: Any) -> Any:
             return await process.call(method, *args, timeout_s=max(0.1, deadline - time.monotonic()), **kwargs)
 
-        async def start_learners() -> str:
-            address = await call(self._buffer, "start")
-            answers = await _gather(*(call(learner, "start", address) for learner in self._learners))
+        async def start_learners() -> tuple[str, str]:
+            buffer_address = await call(self._buffer, "start")
+            answers = await _gather(*(call(learner, "start", buffer_address) for learner in self._learners))
             self._view.phase("learner ready")
-            return str(answers[0]["weight_address"])
+            return buffer_address, answers[0]["weight_address"]
 
         async def start_generator(process: Process, turn: asyncio.Semaphore) -> None:
             async with turn:  # T49: engines that all start at once need their peak memory at once
@@ -169,10 +169,9 @@ class Controller:
                 process.pid = pid
                 self._tracker.log_event("start", process=process.name, pid=pid)
             turn = asyncio.Semaphore(max(1, os.cpu_count() or 1))
-            weight_address, *_ = await _gather(
+            (buffer_address, weight_address), *_ = await _gather(
                 start_learners(), *(start_generator(process, turn) for process in self._generators)
             )
-            buffer_address = await call(self._buffer, "start")
             await _gather(
                 *(
                     call(g, "connect", buffer_address=buffer_address, weight_address=weight_address, incarnation=0)

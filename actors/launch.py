@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import logging
 import os
 import pathlib
 import signal
@@ -48,6 +49,7 @@ class Host:
             stream.flush()
             os.dup2(log, stream.fileno())
         os.close(log)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         module, _, name = target.partition(":")
         self._target = getattr(importlib.import_module(module), name)(**arguments)
 
