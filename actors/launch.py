@@ -161,11 +161,12 @@ class Processes:
 
     def _spawn(self, name: str, target: str, arguments: dict[str, Any], *, threads: int, gpus: float = 0) -> RayProcess:
         log_path = self._logs / f"{name}.log"
-        # shm weights and loopback sockets need one host: the driver's.
+        # shm weights and loopback sockets need one host: the driver's. CPUs are not reserved: engines and learner share
+        # them on a small machine, and a reservation that cannot be met would wait for ever.
         strategy = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
         actor = (
             ray.remote(Host)
-            .options(num_cpus=threads, num_gpus=gpus, max_restarts=0, scheduling_strategy=strategy)
+            .options(num_cpus=0, num_gpus=gpus, max_restarts=0, scheduling_strategy=strategy)
             .remote(target, arguments, log_path=str(log_path), environment={"OMP_NUM_THREADS": str(threads)})
         )
         return RayProcess(name, actor, log_path=log_path)
@@ -249,8 +250,7 @@ def _ray_session(config: Config) -> Iterator[None]:
         options |= {"address": config.ray.address}
         del options["include_dashboard"]
     else:
-        cpus = 1 + config.learner.ranks * config.learner.threads + config.generator.count * config.generator.threads
-        options |= {"num_cpus": max(cpus, os.cpu_count() or 1), "object_store_memory": OBJECT_STORE_BYTES}
+        options |= {"object_store_memory": OBJECT_STORE_BYTES}
     try:
         ray.init(**options)
     except ConnectionError as error:
@@ -259,6 +259,14 @@ def _ray_session(config: Config) -> Iterator[None]:
             "`ray start --head`, or leave ray.address empty to start one for this run."
         ) from None
     try:
+        wanted = config.generator.count * config.generator.gpus + config.learner.ranks * config.learner.gpus
+        free = ray.available_resources().get("GPU", 0.0)
+        if wanted > free:
+            raise ConfigError(
+                f"generator.gpus ({config.generator.gpus:g}) x generator.count ({config.generator.count}) + learner.gpus "
+                f"({config.learner.gpus:g}) x learner.ranks ({config.learner.ranks}) = {wanted:g} GPUs, and Ray has "
+                f"{free:g} free. Ask for fewer, or share one with generator.gpus=0.25."
+            )
         yield
     finally:
         ray.shutdown()
@@ -275,12 +283,15 @@ def _end(processes: Processes, run_dir: pathlib.Path, tracker: Tracker) -> None:
                 family += [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     for process in processes.all:
         process.kill()
-    _, alive = psutil.wait_procs(family, timeout=5)
-    for survivor in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            tracker.log_event("killed", pid=survivor.pid, command=" ".join(survivor.cmdline())[:200])
-            survivor.kill()
-    psutil.wait_procs(alive, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=3)
+    for spare in ("resource_tracker", ""):  # trackers free the semaphores of a killed parent, and end then: they go last
+        for survivor in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                command = " ".join(survivor.cmdline())
+                if not spare or spare not in command:
+                    tracker.log_event("killed", pid=survivor.pid, command=command.strip()[:200])
+                    survivor.kill()
+        _, alive = psutil.wait_procs(alive, timeout=2)
     unlink_segment(segment_name(run_dir))
 
 
