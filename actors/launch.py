@@ -263,9 +263,9 @@ def _ray_session(config: Config) -> Iterator[None]:
         free = ray.available_resources().get("GPU", 0.0)
         if wanted > free:
             raise ConfigError(
-                f"generator.gpus ({config.generator.gpus:g}) x generator.count ({config.generator.count}) + learner.gpus "
-                f"({config.learner.gpus:g}) x learner.ranks ({config.learner.ranks}) = {wanted:g} GPUs, and Ray has "
-                f"{free:g} free. Ask for fewer, or share one with generator.gpus=0.25."
+                f"generator.gpus ({config.generator.gpus:g}) x generator.count ({config.generator.count}) + "
+                f"learner.gpus ({config.learner.gpus:g}) x learner.ranks ({config.learner.ranks}) = {wanted:g} GPUs, "
+                f"and Ray has {free:g} free. Ask for fewer, or share one with generator.gpus=0.25."
             )
         yield
     finally:
@@ -284,7 +284,8 @@ def _end(processes: Processes, run_dir: pathlib.Path, tracker: Tracker) -> None:
     for process in processes.all:
         process.kill()
     _, alive = psutil.wait_procs(family, timeout=3)
-    for spare in ("resource_tracker", ""):  # trackers free the semaphores of a killed parent, and end then: they go last
+    # Resource trackers go last: they free the semaphores of their killed parent, and end then.
+    for spare in ("resource_tracker", ""):
         for survivor in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 command = " ".join(survivor.cmdline())
