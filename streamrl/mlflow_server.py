@@ -11,6 +11,7 @@ the exit of the group (ended by SIGTERM, after a limit by SIGKILL).
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import pathlib
@@ -22,12 +23,15 @@ import threading
 import time
 from typing import IO
 
+import psutil
+
 from streamrl.errors import ClosedError, ConfigError, DeadlineExceededError, ProcessDiedError
 
 _HOST = "127.0.0.1"
 # The group ends when the server does, and when our end of the pipe closes.
 _GUARD = '("$@"; kill -TERM 0) & read -r _; trap "" TERM; kill -TERM 0; wait'
-_STOP_TIMEOUT_S = 3.0
+_TERM_TIMEOUT_S = 2.0  # for uvicorn's own shutdown
+_KILL_TIMEOUT_S = 3.0  # for the kernel's
 
 
 class MlflowServer:
@@ -123,16 +127,14 @@ class MlflowServer:
             process, self._process = self._process, None
         if process is None:
             return
+        family = _family(process.pid)
         assert process.stdin is not None
         process.stdin.close()  # the guard ends the group
-        try:
-            process.wait(timeout=_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            pass
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        _, alive = psutil.wait_procs(family, timeout=_TERM_TIMEOUT_S)
+        if alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            psutil.wait_procs(alive, timeout=_KILL_TIMEOUT_S)
         process.wait()
         if self._log is not None:
             self._log.close()
@@ -169,6 +171,14 @@ def check_port_free(port: int) -> None:
                 f"tracking.mlflow_ui_port ({port}): cannot be used on {_HOST}: {error.strerror}. "
                 "Set another, or 0 for a free one."
             ) from None
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        leader = psutil.Process(pid)
+        return [leader, *leader.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _free_port() -> int:

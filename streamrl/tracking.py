@@ -17,10 +17,12 @@ its `timeout_s`.
 from __future__ import annotations
 
 import contextlib
-import errno
+import importlib.metadata
 import logging
 import os
 import pathlib
+import re
+import socket
 import threading
 import time
 import uuid
@@ -41,11 +43,11 @@ from streamrl.run_directory import (
     LOGS_DIR,
     METRICS_FILE,
     PLOT_FILE,
-    encode_line,
     lock_run_dir,
     read_lines,
     write_json,
 )
+from streamrl.run_log import RunLog
 from streamrl.run_plot import plot_run
 
 _METRICS_PER_REQUEST = 900  # MLflow takes at most 1000 in one log_batch
@@ -71,6 +73,7 @@ class _DeliveryState(msgspec.Struct, kw_only=True):
     run_name: str
     run_key: str  # tag by which the run is found again if the answer to create_run was lost
     tags: dict[str, str] = {}
+    start_time_ms: int = 0
     experiment_id: str = ""
     run_id: str = ""
     params_sent: bool = False
@@ -143,14 +146,15 @@ class _MlflowDelivery:
             run = found[0]
         else:
             tags = {**state.tags, "streamrl.run_key": state.run_key}
-            run = client.create_run(experiment_id, run_name=state.run_name, tags=tags)
+            start = state.start_time_ms or None
+            run = client.create_run(experiment_id, run_name=state.run_name, tags=tags, start_time=start)
         state.experiment_id, state.run_id = experiment_id, run.info.run_id
         self.save()
 
     def _send_params(self) -> None:
         from mlflow.entities import Param
 
-        params = [Param(key, str(value)[:_PARAM_LENGTH]) for key, value in self._params.items()]
+        params = [Param(_accepted_name(key), str(value)[:_PARAM_LENGTH]) for key, value in self._params.items()]
         for start in range(0, len(params), _PARAMS_PER_REQUEST):
             self._client.log_batch(self.state.run_id, params=params[start : start + _PARAMS_PER_REQUEST])
         self.state.params_sent = True
@@ -166,7 +170,7 @@ class _MlflowDelivery:
         for record, next_offset in read_lines(self._run_dir / file, offset=begin):
             step, time_ms = int(record.get("step", 0)), int(1000 * record.get("time", 0))
             row = [
-                Metric(name, float("nan") if value is None else float(value), time_ms, step)
+                Metric(_accepted_name(name), float("nan") if value is None else float(value), time_ms, step)
                 for name, value in record.items()
                 if name not in ("step", "time") and (value is None or isinstance(value, int | float))
             ]
@@ -197,12 +201,7 @@ class Tracker:
             ConfigError: if a living run has the directory.
         """
         self._run_dir = run_dir
-        self._lock = lock_run_dir(run_dir)
-        self._files = {name: open(run_dir / name, "ab", buffering=0) for name in (*_SPOOL_FILES, EVENTS_FILE)}
-        self._file_lock = threading.Lock()
-        self._torn: dict[str, bytes] = {}  # by file: what ends a line that was written in part
-        self._lost_lines = 0
-        self._file_problem = ""
+        self._log = RunLog(run_dir)
         self._server = _server_for(config, run_dir) if config.tracking.mlflow_ui else None
         self._delivery = _MlflowDelivery(run_dir, _new_state(config, run_dir, tags or {}), flatten_config(config))
         self._delivery.save()
@@ -233,21 +232,21 @@ class Tracker:
     @property
     def problem(self) -> str:
         """Why metrics are not taken at the moment, by the disk or by MLflow, in one line; empty while they are."""
-        return self._file_problem or self._problem
+        return self._log.problem or self._problem
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One optimizer step. `metrics` are `area/name[/stat]` to number; nan and inf are written as null."""
-        self._append(METRICS_FILE, {"step": step, "time": time.time(), **metrics})
+        self._log.append(METRICS_FILE, {"step": step, "time": time.time(), **metrics})
         self._notify()
 
     def log_eval(self, step: int, metrics: Mapping[str, float]) -> None:
         """One evaluation of the policy of optimizer step `step`, under `eval/...`; it may end some steps later."""
-        self._append(EVALS_FILE, {"step": step, "time": time.time(), **metrics})
+        self._log.append(EVALS_FILE, {"step": step, "time": time.time(), **metrics})
         self._notify()
 
     def log_event(self, kind: str, **fields: Any) -> None:
         """Something that happened once: a start, a death, a restart, a sync."""
-        self._append(EVENTS_FILE, {"time": time.time(), "kind": kind, **fields})
+        self._log.append(EVENTS_FILE, {"time": time.time(), "kind": kind, **fields})
 
     def log_artifact(self, name: str) -> None:
         """Upload a file of the run directory, by its name there, when MLflow has time."""
@@ -285,23 +284,8 @@ class Tracker:
             )
         if self._server is not None:
             self._server.stop()
-        with self._file_lock:
-            for file in (*self._files.values(), self._lock):
-                file.close()
+        self._log.close()
         return leftover
-
-    def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        """A disk that takes no more must not end the training: the line is lost, counted and said."""
-        line = encode_line(record)
-        with self._file_lock:
-            try:
-                written = self._files[name].write(self._torn.pop(name, b"") + line)
-                if written < len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError as error:
-                self._torn[name] = b"\n"  # so that the next line stands by itself
-                self._lost_lines += 1
-                self._file_problem = f"{self._lost_lines} lines of {name} could not be written: {error.strerror}"
 
     def _notify(self) -> None:
         with self._wake:
@@ -395,14 +379,23 @@ def deliver(run_dir: pathlib.Path, *, uri: str = "") -> int:
 
 def store_uri(config: Config, run_dir: pathlib.Path) -> str:
     """`tracking.mlflow_uri`, or a SQLite store in the run directory's parent, shared by the runs in it."""
-    return config.tracking.mlflow_uri or f"sqlite:///{run_dir.absolute().parent / 'mlflow.db'}"
+    uri = config.tracking.mlflow_uri or f"sqlite:///{run_dir.absolute().parent / 'mlflow.db'}"
+    scheme, separator, path = uri.partition(":///")
+    if scheme == "sqlite" and separator:  # the same file, wherever `streamrl deliver` is called later
+        return f"sqlite:///{pathlib.Path(path).absolute()}"
+    return uri
 
 
 def _artifact_root(uri: str, run_dir: pathlib.Path) -> str:
-    """A server knows where its artifacts go; a database on this machine does not."""
-    if uri.startswith(("http://", "https://")):
+    """A server knows where its artifacts go (empty); a plain database does not."""
+    if not uri.startswith(("sqlite", "postgresql", "mysql", "mssql")):
         return ""
     return (run_dir.absolute().parent / "mlartifacts").as_uri()
+
+
+def _accepted_name(name: str) -> str:
+    """MLflow refuses a whole request for one name with another character, and would do so for ever."""
+    return re.sub(r"[^\w/. :-]", "_", name, flags=re.ASCII)
 
 
 def _new_state(config: Config, run_dir: pathlib.Path, tags: Mapping[str, str]) -> _DeliveryState:
@@ -413,7 +406,13 @@ def _new_state(config: Config, run_dir: pathlib.Path, tags: Mapping[str, str]) -
         artifact_root=_artifact_root(uri, run_dir),
         run_name=config.run.name,
         run_key=uuid.uuid4().hex,
-        tags={"streamrl.run_dir": str(run_dir.absolute()), **tags},
+        tags={
+            "streamrl.run_dir": str(run_dir.absolute()),
+            "streamrl.version": importlib.metadata.version("streamrl"),
+            "streamrl.host": socket.gethostname(),
+            **tags,
+        },
+        start_time_ms=int(1000 * time.time()),
     )
 
 
