@@ -11,7 +11,14 @@ _PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("reward", (("rollout/reward/mean", "training"), ("eval/reward", "held-out"))),
     ("staleness (optimizer steps)", (("offpolicy/staleness/mean", "mean"), ("offpolicy/staleness/max", "max"))),
     ("tokens/s", (("generator/tokens_per_s", "generators"), ("learner/tokens_per_s", "learner"))),
-    ("seconds", (("time/wait_for_batch", "learner waits"), ("time/train", "train"), ("weight_sync/total_s", "sync"))),
+    (
+        "seconds a step",
+        (
+            ("time/train", "learner trains"),
+            ("time/wait_for_batch", "learner waits for rollouts"),
+            ("weight_sync/pause_s", "longest pause of a generator for new weights"),
+        ),
+    ),
 )
 
 
@@ -22,6 +29,7 @@ def plot_run(run_dir: pathlib.Path) -> pathlib.Path | None:
         return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(10, 7), layout="constrained")
     FigureCanvasAgg(figure)
@@ -34,6 +42,7 @@ def plot_run(run_dir: pathlib.Path) -> pathlib.Path | None:
                 )
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlabel("optimizer step", fontsize=8)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend(fontsize=8)
