@@ -22,13 +22,13 @@ from streamrl.errors import ConfigError
 from streamrl.examples import load_examples
 from streamrl.mlflow_server import check_port_free
 
-# Resident memory measured on CPU with a 1M-parameter model; weights, KV cache and rollouts are added to it.
-_DRIVER_BYTES = int(0.5e9)
-_RAY_BYTES = int(0.6e9)  # gcs, raylet, agents
+# Largest proportional set size in a quickstart on CPU, whose model hardly counts; weights, KV cache, rollouts are added.
+_DRIVER_BYTES = int(0.8e9)
+_RAY_BYTES = int(0.5e9)  # gcs, raylet, agents, an idle worker
 _BUFFER_BYTES = int(0.5e9)
-_LEARNER_BYTES = int(0.9e9)
-_GENERATOR_BYTES = int(2.0e9)  # the actor and its engine process
-_MLFLOW_UI_BYTES = int(0.5e9)
+_LEARNER_BYTES = int(0.7e9)
+_GENERATOR_BYTES = int(1.75e9)  # the actor 0.55, its engine process 1.1, a reward worker 0.1
+_MLFLOW_UI_BYTES = int(0.4e9)
 _QUICK_DRAWS = 64
 _VOCABULARY = 100  # of the character tokenizer, for the size of a base model
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -36,7 +36,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessPlan:
-    """Some equal processes. Example: ProcessPlan(name="generator", count=3, device="1 GPU", num_bytes=2_300_000)."""
+    """Some equal processes. Example: ProcessPlan(name="generator", count=3, device="1 GPU", num_bytes=2_000_000)."""
 
     name: str
     count: int
