@@ -55,10 +55,12 @@ def audit_run(run_dir: pathlib.Path) -> list[Finding]:
     findings.append(Finding(stats.in_flight == 0, f"nothing is in flight after the end ({stats.in_flight})"))
     version = int(end["policy_version"]) if end is not None and "policy_version" in end else len(steps)
     per_step = config.learner.groups_per_step
+    sampled, reuse = version * per_step, config.buffer.max_times_sampled
     findings.append(
         Finding(
-            stats.trained == version * per_step,
-            f"trained {stats.trained} groups; {version} optimizer steps of {per_step} groups are {version * per_step}",
+            sampled <= reuse * stats.trained and stats.trained <= sampled,
+            f"trained {stats.trained} groups{f' up to {reuse} times each' if reuse > 1 else ''}; "
+            f"{version} optimizer steps of {per_step} groups are {sampled}",
         )
     )
     recorded = [int(s["buffer/trained"]) for s in steps if s.get("buffer/trained") is not None]

@@ -22,7 +22,7 @@ from streamrl.errors import ConfigError
 from streamrl.examples import load_examples
 from streamrl.mlflow_server import check_port_free
 
-# Largest proportional set size in a quickstart on CPU, whose model hardly counts; weights, KV cache, rollouts are added.
+# Largest proportional set size in a quickstart on CPU, whose model hardly counts; weights and KV cache are added.
 _DRIVER_BYTES = int(0.8e9)
 _RAY_BYTES = int(0.5e9)  # gcs, raylet, agents, an idle worker
 _BUFFER_BYTES = int(0.5e9)

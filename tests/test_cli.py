@@ -44,9 +44,11 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return lines[0]
 
 
-def finished_run(run_dir: pathlib.Path, *, trained: int = 32, issued: int = 40, **ledger: Any) -> pathlib.Path:
+def finished_run(
+    run_dir: pathlib.Path, *overrides: str, trained: int = 32, issued: int = 40, **ledger: Any
+) -> pathlib.Path:
     """A run directory as a run of two steps of 16 groups leaves it behind."""
-    create_run_dir(run_dir, load_config(None, ["learner.groups_per_step=16"]))
+    create_run_dir(run_dir, load_config(None, ["learner.groups_per_step=16", *overrides]))
     stats = {"issued": issued, "in_flight": 0, "buffered": 5, "trained": trained, "discarded": {"stale": 3}, **ledger}
     (run_dir / "ledger.json").write_text(json.dumps({"final": True, **stats}))
     steps = [{"step": s, "time": 0.0, "offpolicy/staleness/max": 4.0, "buffer/trained": 16.0 * s} for s in (1, 2)]
@@ -343,6 +345,15 @@ def test_audit_finds_books_that_do_not_balance(
     assert cli.run(["audit", str(finished_run(tmp_path / "run", **ledger))]) == 1
     wrong = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WRONG")]
     assert any(part in line for line in wrong), wrong
+
+
+@pytest.mark.parametrize(("trained", "code"), [(32, 0), (16, 0), (15, 1), (33, 1)])
+def test_audit_knows_that_a_group_may_be_trained_on_more_than_once(
+    tmp_path: pathlib.Path, trained: int, code: int
+) -> None:
+    run_dir = finished_run(tmp_path / "run", "buffer.max_times_sampled=2", trained=trained, issued=trained + 8)
+    (run_dir / "metrics.jsonl").write_text("")
+    assert cli.run(["audit", str(run_dir)]) == code
 
 
 @pytest.mark.parametrize(
