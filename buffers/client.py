@@ -180,7 +180,7 @@ class GeneratorClient:
         )
         return bytes(wire.pack(hello)[0])
 
-    def _take_welcome(self, payload: bytes) -> None:
+    def _take_welcome(self, payload: wire.Frame) -> None:
         self._window, _ = wire.WELCOME_FROM_BUFFER.unpack([payload])
         self._room.set()
 

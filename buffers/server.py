@@ -231,7 +231,7 @@ class BufferServer:
         else:
             await self._handle_rank(peer, self._ranks[peer], body)
 
-    async def _join(self, peer: str, payload: bytes) -> None:
+    async def _join(self, peer: str, payload: wire.Frame) -> None:
         hello, _ = wire.HELLO_TO_BUFFER.unpack([payload])
         if isinstance(hello, wire.LearnerHello):
             self._ranks[peer] = hello.rank

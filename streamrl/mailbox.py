@@ -7,6 +7,7 @@ which what is still queued can be got and then every caller has ClosedError.
 from __future__ import annotations
 
 import asyncio
+import collections
 import logging
 from collections.abc import Coroutine
 from typing import Any, Generic, TypeVar
@@ -23,16 +24,17 @@ class Mailbox(Generic[Item]):
 
     def __init__(self, *, capacity: int = 0) -> None:
         self._capacity = capacity
-        self._queue: asyncio.Queue[Item | None] = asyncio.Queue()
+        self._items: collections.deque[Item] = collections.deque()
+        self._arrived = asyncio.Event()
         self._room = asyncio.Event()
         self._closed: str | None = None
 
     def __len__(self) -> int:
-        return self._queue.qsize()
+        return len(self._items)
 
     @property
     def full(self) -> bool:
-        return 0 < self._capacity <= self._queue.qsize()
+        return 0 < self._capacity <= len(self._items)
 
     async def put(self, item: Item) -> None:
         """Waits for room."""
@@ -45,28 +47,29 @@ class Mailbox(Generic[Item]):
         """Ignores the capacity."""
         if self._closed is not None:
             raise ClosedError(self._closed)
-        self._queue.put_nowait(item)
+        self._items.append(item)
+        self._arrived.set()
 
     async def get(self) -> Item:
         """Waits for an item."""
-        item = await self._queue.get()
-        if item is None:  # the mark of `close`: leave it for the next caller
-            self._queue.put_nowait(None)
-            raise ClosedError(self._closed or "closed")
+        await self._wait()
         self._room.set()
-        return item
+        return self._items.popleft()
 
-    def get_all(self) -> list[Item]:
-        """What is there now, without waiting."""
-        items: list[Item] = []
-        while not self._queue.empty():
-            item = self._queue.get_nowait()
-            if item is None:
-                self._queue.put_nowait(None)
-                break
-            items.append(item)
+    async def get_all(self) -> list[Item]:
+        """Waits for an item, and takes the others that are there too."""
+        await self._wait()
         self._room.set()
+        items = list(self._items)
+        self._items.clear()
         return items
+
+    async def _wait(self) -> None:
+        while not self._items:
+            if self._closed is not None:
+                raise ClosedError(self._closed)
+            self._arrived.clear()
+            await self._arrived.wait()
 
     def fill(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work`, which fills the mailbox, in a task. If it breaks, the mailbox closes: no reader hangs."""
@@ -84,5 +87,5 @@ class Mailbox(Generic[Item]):
         """Only the first reason counts."""
         if self._closed is None:
             self._closed = reason
-            self._queue.put_nowait(None)
+            self._arrived.set()
             self._room.set()

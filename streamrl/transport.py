@@ -1,4 +1,4 @@
-"""Sockets: one `Listener` per serving process, one `Connection` per peer of it. The only file that imports zmq.
+"""Links: one `Listener` per serving process, one `Connection` per peer of it.
 
 A link moves lists of frames (made by `wire.py`) in order. One life of a link is a session: a fresh DEALER socket that
 starts with a handshake. When the TCP connection breaks, or the other side is silent for `peer_timeout_s`, the
@@ -13,71 +13,43 @@ nothing is lost or reordered, and across sessions nothing is kept: what must sur
       GOODBYE(reason)  <--------------------->     GOODBYE(reason)
       <-------------  RESET (the session is unknown: start another)
 
+The first byte of a message's first frame says which of these it is.
+
 Waits. `Connection.connect` waits for WELCOME; the listener ends it, or its deadline. `receive` waits for the next
-message; the other side ends it, or `close` (ClosedError). `send` never waits: the pipe holds `PIPE_MESSAGES`, far
-above any credit, and a peer that lets it fill is dropped. `close` is bounded by `FLUSH_MS`. Silence is counted in
+message; the other side ends it, or `close` (ClosedError). `send` never waits: a pipe holds far more than any credit,
+and a peer that lets it fill has to start a new session. `close` is bounded by `FLUSH_MS`. Silence is counted in
 heartbeat ticks of our own, so that a stall of this process is not taken for the silence of its peers.
 
-Security. Loopback unless told otherwise; another address needs `CurveKeys`. With them a peer proves that it holds the
-run's client key before a frame of it is read; others are refused and counted in `Listener.num_refused`.
+Security. Loopback unless told otherwise; another address needs `CurveKeys` (streamrl/sockets.py). Who does not hold the
+run's keys is refused and counted in `Listener.num_refused`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import msgspec
-import zmq
-import zmq.asyncio
-from zmq import Event
-from zmq.auth.asyncio import AsyncioAuthenticator
-from zmq.utils.monitor import recv_monitor_message
-
 from streamrl.errors import ClosedError, ConfigError, DeadlineExceededError, StreamrlError
 from streamrl.mailbox import Mailbox
+from streamrl.sockets import CurveKeys as CurveKeys
+from streamrl.sockets import Pipe
 from streamrl.wire import HELLO, MAX_FRAME_BYTES, Frame, FrameError, Hello, pack
 
 HEARTBEAT_S = 2.0
 PEER_TIMEOUT_S = 15.0
-PIPE_MESSAGES = 1 << 16  # of one socket and direction; the bound in practice is the credit of the two ends
 MAX_PARTS = 16  # frames of one message
 INBOX_MESSAGES = 1024  # received and not yet taken by `receive`; beyond it TCP holds the peers back
-FLUSH_MS = 500  # how long `close` waits for the last frames to leave
 _RETRY_S = 0.1  # pause between two sessions
 _GRACE_TICKS = 2  # a peer whose link broke has this many heartbeats to come back
 
 _HELLO, _WELCOME, _REFUSED, _RESET, _BEAT, _DATA, _GOODBYE = (bytes([c]) for c in b"HWRXBDG")
-_HANDSHAKE_FAILED = Event.HANDSHAKE_FAILED_NO_DETAIL | Event.HANDSHAKE_FAILED_PROTOCOL | Event.HANDSHAKE_FAILED_AUTH
 
 logger = logging.getLogger(__name__)
-
-
-class CurveKeys(msgspec.Struct, frozen=True):
-    """The keys of one run: one pair for its listeners, one for its connections. Only the control plane carries them."""
-
-    server_public: str
-    server_secret: str
-    client_public: str
-    client_secret: str
-
-    @classmethod
-    def make(cls) -> CurveKeys:
-        (server_public, server_secret), (client_public, client_secret) = zmq.curve_keypair(), zmq.curve_keypair()
-        return cls(server_public.decode(), server_secret.decode(), client_public.decode(), client_secret.decode())
-
-    def __repr__(self) -> str:  # keys must not reach a log
-        return "CurveKeys(...)"
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """pyzmq's CredentialsProvider: only the run's own client key is let in."""
-        return key.decode() == self.client_public
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +63,12 @@ class Message:
 
     peer: str  # name of the peer; for a Connection the address
     kind: Literal["data", "joined", "left"]
-    frames: list[bytes]
+    frames: list[Frame]
 
     @property
     def reason(self) -> str:
         """Of a "left"."""
-        return self.frames[0].decode()
+        return bytes(self.frames[0]).decode(errors="replace")
 
 
 @dataclass(slots=True)
@@ -109,7 +81,7 @@ class _Peer:
 
 
 class Listener:
-    """The serving end (ROUTER).
+    """The serving end.
 
     `welcome(name, payload) -> bytes` answers a hello; it refuses the peer by raising a StreamrlError, whose sentence
     the peer gets. A peer that joins under the name of another live one replaces it.
@@ -128,8 +100,7 @@ class Listener:
         if curve is None and not re.match(r"(ipc://|tcp://(127\.[\d.]+|localhost|\[::1\]):)", bind):
             raise ConfigError(f"bind ({bind}): reachable from other hosts, which needs CURVE keys. Pass curve=.")
         self._bind = bind
-        self._context: zmq.asyncio.Context | None = None
-        self._authenticator: AsyncioAuthenticator | None = None
+        self._pipe: Pipe | None = None
         self._curve = curve
         self._welcome = welcome
         self._max_frame_bytes = max_frame_bytes
@@ -149,24 +120,10 @@ class Listener:
         Raises:
             ConfigError: the address is in use, or is not one of this host's.
         """
-        self._context = zmq.asyncio.Context()
-        self._socket = _socket(self._context, zmq.ROUTER, self._max_frame_bytes)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if self._curve is not None:
-            self._authenticator = AsyncioAuthenticator(self._context)
-            self._authenticator.start()
-            self._authenticator.configure_curve_callback(credentials_provider=self._curve)
-            self._socket.curve_server = True
-            self._socket.curve_publickey = self._curve.server_public.encode()
-            self._socket.curve_secretkey = self._curve.server_secret.encode()
-        self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
-        try:
-            self._socket.bind(self._bind)
-        except zmq.ZMQError as error:
-            await self._teardown()
-            raise ConfigError(f"bind ({self._bind}): {error}. Choose another port, or 0 for any.") from None
-        self._tasks = [self._inbox.fill(work) for work in (self._read(), self._beat(), self._count_refused())]
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        pipe = await Pipe.listen(self._bind, curve=self._curve, max_frame_bytes=self._max_frame_bytes)
+        self._pipe = pipe
+        self._tasks = [self._inbox.fill(work) for work in (self._read(pipe), self._beat(), self._count_refused(pipe))]
+        return pipe.address
 
     async def receive(self) -> Message:
         """The next message of any peer, in order per peer. Waits; ClosedError after `close`."""
@@ -174,55 +131,51 @@ class Listener:
 
     async def receive_all(self) -> list[Message]:
         """Everything that has arrived, at least one message. Waits; ClosedError after `close`."""
-        return [await self._inbox.get(), *self._inbox.get_all()]
+        return await self._inbox.get_all()
 
     async def send(self, peer: str, frames: Sequence[Frame]) -> bool:
         """False if the peer is not there (any more); nothing is kept for it then."""
         known = self._peers.get(peer)
-        return known is not None and await self._post_to(known, _DATA, *frames)
+        return known is not None and self._post_to(known, [_DATA + frames[0], *frames[1:]])
 
     async def close(self, *, reason: str = "closed") -> None:
         """Say goodbye to every peer and free the socket. Bounded; may be called twice."""
         self._inbox.close(reason)
         for peer in self._peers.values():
-            await self._post_to(peer, _GOODBYE, reason.encode())
+            self._post_to(peer, [_GOODBYE + reason.encode()])
         self._peers.clear()
         self._by_id.clear()
         await _cancel(self._tasks)
-        await self._teardown()
+        await self._free()
 
-    async def _teardown(self) -> None:
-        context, self._context = self._context, None
-        if context is None:
-            return
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        await _close_socket(self._socket, self._monitor, linger_ms=FLUSH_MS)
-        await asyncio.to_thread(context.term)
+    async def _free(self) -> None:
+        pipe, self._pipe = self._pipe, None
+        if pipe is not None:
+            await pipe.close(flush=True)
 
-    async def _read(self) -> None:
-        async for routing_id, *parts in _frames_of(self._socket):
-            for message in await self._handle(routing_id, parts):
+    async def _read(self, pipe: Pipe) -> None:
+        async for routing_id, *parts in pipe.messages():
+            for message in self._handle(bytes(routing_id), parts):
                 await self._inbox.put(message)
 
-    async def _handle(self, routing_id: bytes, parts: list[bytes]) -> list[Message]:
-        kind = parts[0] if parts else b""
+    def _handle(self, routing_id: bytes, parts: list[Frame]) -> list[Message]:
+        kind, first = (bytes(parts[0][:1]), parts[0][1:]) if parts else (b"", b"")
         peer = self._by_id.get(routing_id)
         if kind == _HELLO:
-            return await self._greet(routing_id, parts[1:])
+            return self._greet(routing_id, [first, *parts[1:]])
         if kind not in (_DATA, _BEAT, _GOODBYE) or len(parts) > MAX_PARTS:
-            self._complain(peer, f"a message of kind {kind[:8]!r} with {len(parts)} frames")
+            self._complain(peer, f"a message of kind {kind!r} with {len(parts)} frames")
         elif peer is None:
-            await self._post(routing_id, _RESET)
+            self._post(routing_id, [_RESET])
         else:
             peer.silent_ticks = 0
             if kind == _DATA:
-                return [Message(peer.name, "data", parts[1:])]
+                return [Message(peer.name, "data", [first, *parts[1:]])]
             if kind == _GOODBYE:
                 return [self._remove(peer, b"goodbye")]
         return []
 
-    async def _greet(self, routing_id: bytes, frames: list[bytes]) -> list[Message]:
+    def _greet(self, routing_id: bytes, frames: list[Frame]) -> list[Message]:
         try:
             hello, _ = HELLO.unpack(frames)
             welcome = self._welcome(hello.name, hello.payload)
@@ -230,17 +183,17 @@ class Listener:
             if isinstance(error, FrameError) and error.reason != "schema":
                 self._complain(None, f"a hello: {error}")
             self.num_refused += 1
-            await self._post(routing_id, _REFUSED, str(error).encode())
+            self._post(routing_id, [_REFUSED + str(error).encode()])
             return []
         messages: list[Message] = []
         old = self._peers.get(hello.name)
         if old is not None:
             left = self._remove(old, b"replaced by a newer process of the same name")
             if old.life != hello.life:
-                await self._post(old.routing_id, _REFUSED, left.frames[0])
+                self._post(old.routing_id, [_REFUSED + left.reason.encode()])
                 messages.append(left)
         self._peers[hello.name] = self._by_id[routing_id] = _Peer(hello.name, hello.life, routing_id)
-        await self._post(routing_id, _WELCOME, welcome)
+        self._post(routing_id, [_WELCOME + welcome])
         messages.append(Message(hello.name, "joined", [hello.payload]))
         return messages
 
@@ -248,7 +201,7 @@ class Listener:
         while True:
             await asyncio.sleep(self._heartbeat_s)
             for peer in list(self._peers.values()):
-                await self._post_to(peer, _BEAT)
+                self._post_to(peer, [_BEAT])
                 if self._inbox.full:
                     continue  # we are not reading, so their silence means nothing
                 peer.silent_ticks += 1
@@ -257,28 +210,23 @@ class Listener:
                         self._remove(peer, b"silent for too long" if peer.up else b"its connection broke")
                     )
 
-    async def _count_refused(self) -> None:
-        while True:
-            await recv_monitor_message(self._monitor)
-            self.num_refused += 1
+    async def _count_refused(self, pipe: Pipe) -> None:
+        async for event in pipe.events():
+            self.num_refused += event == "refused"
 
-    async def _post_to(self, peer: _Peer, *parts: Frame) -> bool:
+    def _post_to(self, peer: _Peer, parts: list[Frame]) -> bool:
         """If it fails the session is over, and the peer has a moment to start another."""
-        if peer.up and not await self._post(peer.routing_id, *parts):
+        if peer.up and not self._post(peer.routing_id, parts):
             peer.up = False
             peer.silent_ticks = max(peer.silent_ticks, self._max_silent_ticks - _GRACE_TICKS)
         return peer.up
 
-    async def _post(self, routing_id: bytes, *parts: Frame) -> bool:
-        try:
-            await self._socket.send_multipart([routing_id, *parts], flags=zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno not in (errno.EAGAIN, errno.EHOSTUNREACH):
-                raise
-            if error.errno == errno.EAGAIN:  # it lost a frame, so what it says next is answered by RESET
-                self._by_id.pop(routing_id, None)
-            return False
-        return True
+    def _post(self, routing_id: bytes, parts: list[Frame]) -> bool:
+        assert self._pipe is not None, "start comes first"
+        sent = self._pipe.send([routing_id, *parts])
+        if sent == "full":
+            self._by_id.pop(routing_id, None)  # it lost a frame, so what it says next is answered by RESET
+        return sent == "sent"
 
     def _remove(self, peer: _Peer, reason: bytes) -> Message:
         self._peers.pop(peer.name, None)
@@ -295,15 +243,14 @@ class Listener:
 
 @dataclass(slots=True)
 class _Session:
-    socket: zmq.asyncio.Socket
-    monitor: zmq.asyncio.Socket
+    pipe: Pipe
     lost: asyncio.Future[str]  # why the session ended
     up: bool = False
     silent_ticks: int = 0
 
 
 class Connection:
-    """The connecting end (DEALER). `name` is how the listener calls it, unique among the listener's peers."""
+    """The connecting end. `name` is how the listener calls it, unique among the listener's peers."""
 
     def __init__(
         self,
@@ -340,10 +287,10 @@ class Connection:
         Raises:
             DeadlineExceededError: no welcome within `timeout_s`.
             ClosedError: the listener refused, with its sentence.
+            ConfigError: it is no address.
         """
         assert self._task is None, "connect is called once"
         self._hello = hello if callable(hello) else lambda: hello
-        self._context = zmq.asyncio.Context()
         self._welcomed: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._task = self._inbox.fill(self._keep())
         try:
@@ -354,6 +301,8 @@ class Connection:
                 await self.close()
         if self._welcomed.done():
             return self._welcomed.result()
+        if not self._task.cancelled() and (broken := self._task.exception()) is not None:
+            raise broken
         if self._verdict is not None:
             raise ClosedError(f"{self.address} refused {self.name}: {self._verdict}")
         what = f"{self.name} waited {timeout_s:g} s for the handshake of {self.address}"
@@ -362,7 +311,7 @@ class Connection:
     async def send(self, frames: Sequence[Frame]) -> bool:
         """False while the link is down: nothing is kept, send it again at the next "joined"."""
         session = self._session
-        return session is not None and session.up and await self._post(session, _DATA, *frames)
+        return session is not None and session.up and self._post(session, [_DATA + frames[0], *frames[1:]])
 
     async def receive(self) -> Message:
         """The next message. Waits; ClosedError after `close`, or when the listener closed or refused a new session."""
@@ -374,19 +323,19 @@ class Connection:
         if self._task is None:
             return
         if self._session is not None and self._session.up:
-            await self._post(self._session, _GOODBYE)
+            self._post(self._session, [_GOODBYE])
         await _cancel([self._task])
-        await asyncio.to_thread(self._context.term)
 
     async def _keep(self) -> None:
         """One session after the other, until `close`, or until the listener ends it."""
         while True:
-            session = self._session = self._open()
+            pipe = await Pipe.connect(self.address, curve=self._curve, max_frame_bytes=self._max_frame_bytes)
+            session = self._session = _Session(pipe, asyncio.get_running_loop().create_future())
             try:
                 reason = await self._serve(session)
             finally:
                 self._session = None
-                await _close_socket(session.socket, session.monitor, linger_ms=FLUSH_MS if session.up else 0)
+                await pipe.close(flush=session.up)
             if self._verdict is not None:
                 self._inbox.close(f"{self.address}: {self._verdict}")
                 return
@@ -394,20 +343,10 @@ class Connection:
                 await self._inbox.put(Message(self.address, "left", [reason.encode()]))
             await asyncio.sleep(_RETRY_S)
 
-    def _open(self) -> _Session:
-        socket = _socket(self._context, zmq.DEALER, self._max_frame_bytes)
-        if self._curve is not None:
-            socket.curve_serverkey = self._curve.server_public.encode()
-            socket.curve_publickey = self._curve.client_public.encode()
-            socket.curve_secretkey = self._curve.client_secret.encode()
-        monitor = socket.get_monitor_socket(_HANDSHAKE_FAILED | Event.DISCONNECTED | Event.CONNECTED)
-        socket.connect(self.address)
-        return _Session(socket, monitor, asyncio.get_running_loop().create_future())
-
     async def _serve(self, session: _Session) -> str:
         """Returns why the session ended."""
         hello = pack(Hello(name=self.name, life=self._life, payload=self._hello()))
-        await self._post(session, _HELLO, *hello)
+        self._post(session, [_HELLO + hello[0]])
         tasks = [asyncio.create_task(work) for work in (self._read(session), self._watch(session), self._beat(session))]
         try:
             ends: list[asyncio.Future[str]] = [*tasks, session.lost]
@@ -417,8 +356,9 @@ class Connection:
             await _cancel(tasks)
 
     async def _read(self, session: _Session) -> str:
-        async for kind, *frames in _frames_of(session.socket):
+        async for parts in session.pipe.messages():
             session.silent_ticks = 0
+            kind, frames = bytes(parts[0][:1]), [parts[0][1:], *parts[1:]]
             if kind == _DATA:
                 await self._inbox.put(Message(self.address, "data", frames))
             elif kind == _WELCOME:
@@ -426,72 +366,42 @@ class Connection:
                 if self._welcomed.done():
                     await self._inbox.put(Message(self.address, "joined", frames))
                 else:
-                    self._welcomed.set_result(frames[0])
+                    self._welcomed.set_result(bytes(frames[0]))
             elif kind == _RESET:
                 return "the listener does not know this session"
             elif kind in (_REFUSED, _GOODBYE):
-                self._verdict = frames[0].decode(errors="replace")
+                self._verdict = bytes(frames[0]).decode(errors="replace")
                 return self._verdict
-        raise AssertionError("a socket is read until its session ends")
+        raise AssertionError("a pipe is read until its session ends")
 
     async def _watch(self, session: _Session) -> str:
-        while True:
-            event = (await recv_monitor_message(session.monitor))["event"]
-            if event == Event.CONNECTED:
+        async for event in session.pipe.events():
+            if event == "connected":
                 self._trouble = "the port is open, but no welcome came"
                 continue
             if not session.up:
                 self._trouble = "the handshake failed: CURVE keys differ, or are on one side only"
-            while await session.socket.poll(0):  # what came before the break is read first: it may be a goodbye
+            while session.pipe.has_unread:  # what came before the break is read first: it may be a goodbye
                 await asyncio.sleep(0.001)
             return "the connection broke"
+        raise AssertionError("a pipe is watched until its session ends")
 
     async def _beat(self, session: _Session) -> str:
         while True:
             await asyncio.sleep(self._heartbeat_s)
             if session.up:
-                await self._post(session, _BEAT)
+                self._post(session, [_BEAT])
             if self._inbox.full:
                 continue  # we are not reading, so their silence means nothing
             session.silent_ticks += 1
             if session.silent_ticks > self._max_silent_ticks:
                 return "the listener is silent"
 
-    async def _post(self, session: _Session, *parts: Frame) -> bool:
-        try:
-            await session.socket.send_multipart(parts, flags=zmq.NOBLOCK)
-        except zmq.Again:
-            if not session.lost.done():
-                session.lost.set_result("the listener does not read")
-            return False
-        return True
-
-
-def _socket(context: zmq.asyncio.Context, kind: int, max_frame_bytes: int) -> zmq.asyncio.Socket:
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-    socket.set_hwm(PIPE_MESSAGES)
-    return socket
-
-
-async def _frames_of(socket: zmq.asyncio.Socket) -> AsyncIterator[list[bytes]]:
-    """Messages as they come. What is there is read without asyncio in between: a future for each costs more than the
-    message. `socket.poll` waits for more; sends go through `socket` itself, so that it sees every edge of the event."""
-    plain: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
-    while True:
-        try:
-            for _ in range(INBOX_MESSAGES):
-                yield plain.recv_multipart(zmq.NOBLOCK)
-            await asyncio.sleep(0)
-        except zmq.Again:
-            await socket.poll()
-
-
-async def _close_socket(socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket, *, linger_ms: int) -> None:
-    socket.disable_monitor()
-    monitor.close(linger=0)
-    socket.close(linger=linger_ms)
+    def _post(self, session: _Session, parts: list[Frame]) -> bool:
+        sent = session.pipe.send(parts) == "sent"
+        if not sent and not session.lost.done():
+            session.lost.set_result("the listener does not read")
+        return sent
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

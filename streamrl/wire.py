@@ -80,13 +80,13 @@ def _frames(message: msgspec.Struct, specs: Sequence[tuple[str, int]], chunks: S
     header = _encoder.encode((SCHEMA_VERSION, type(message).__name__, specs, body))
     if len(header) > MAX_HEADER_BYTES:
         raise FrameError("size", f"a header of {len(header)} bytes is above the limit of {MAX_HEADER_BYTES}")
-    num_bytes = sum(chunk.nbytes for chunk in chunks)
-    if num_bytes > MAX_FRAME_BYTES:
-        raise FrameError("size", f"arrays of {num_bytes} bytes are above the limit of {MAX_FRAME_BYTES}")
     if not specs:
         return [header]
     buffers = [np.ascontiguousarray(chunk).data for chunk in chunks if len(chunk)]
-    return [header, buffers[0].cast("B") if len(buffers) == 1 else b"".join(buffers)]
+    payload: Frame = buffers[0].cast("B") if len(buffers) == 1 else b"".join(buffers)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise FrameError("size", f"arrays of {len(payload)} bytes are above the limit of {MAX_FRAME_BYTES}")
+    return [header, payload]
 
 
 class Codec:
@@ -387,6 +387,7 @@ def _head(rollout: Rollout) -> _RolloutHead:
 
 
 def _specs(rollouts: Sequence[Rollout]) -> list[tuple[str, int]]:
+    num_prompt = num_response = 0
     for r in rollouts:
         length = len(r.response_ids)
         if not len(r.versions) == len(r.old_log_probs) == length:
@@ -396,8 +397,9 @@ def _specs(rollouts: Sequence[Rollout]) -> list[tuple[str, int]]:
             or r.old_log_probs.dtype != _FLOAT
         ):
             raise FrameError("array", f"{r.uid}/{r.member}: ids and versions must be int32, old_log_probs float32")
-    num_response = sum(len(r.response_ids) for r in rollouts)
-    return [("<i4", sum(len(r.prompt_ids) for r in rollouts) + 2 * num_response), ("<f4", num_response)]
+        num_prompt += len(r.prompt_ids)
+        num_response += length
+    return [("<i4", num_prompt + 2 * num_response), ("<f4", num_response)]
 
 
 def _chunks(rollouts: Sequence[Rollout]) -> list[Array]:
@@ -411,16 +413,9 @@ def _rollouts_from(heads: list[_RolloutHead], arrays: list[Array]) -> list[Rollo
     if [a.dtype for a in arrays] != [_INT, _FLOAT]:
         raise FrameError("array", f"rollouts come with i4 and f4, not {[a.dtype.str for a in arrays]}")
     integers, old_log_probs = arrays
-    num_prompt, num_response = sum(h.num_prompt for h in heads), sum(h.num_response for h in heads)
-    if len(integers) != num_prompt + 2 * num_response or len(old_log_probs) != num_response:
-        raise FrameError(
-            "array",
-            f"{num_prompt} prompt and {num_response} response tokens announced, {len(integers)} integers and "
-            f"{len(old_log_probs)} log-probs came",
-        )
     if len(integers) and int(integers.min()) < 0:
         raise FrameError("value", "a token id or a policy version below 0")
-    if not math.isfinite(float(old_log_probs.sum(dtype=np.float64))):  # finite exactly if every one of them is
+    if not np.isfinite(old_log_probs).all():
         raise FrameError("value", "a log-prob that is not finite")
     rollouts: list[Rollout] = []
     p = t = 0
@@ -452,6 +447,8 @@ def _rollouts_from(heads: list[_RolloutHead], arrays: list[Array]) -> list[Rollo
             )
         )
         p, t = end, t + head.num_response
+    if p != len(integers) or t != len(old_log_probs):
+        raise FrameError("array", f"{p} and {t} numbers announced, {len(integers)} and {len(old_log_probs)} came")
     return rollouts
 
 

@@ -83,7 +83,7 @@ async def until(condition: Callable[[], bool], *, limit_s: float = 5) -> None:
 async def kill(server: BufferServer, task: asyncio.Task[None]) -> None:
     """As the death of its process: the socket is gone and nobody was told."""
     await transport._cancel([task, *server._listener._tasks])
-    await server._listener._teardown()
+    await server._listener._free()
     server.buffer.close()  # its journal has everything that a call returned for
 
 

@@ -15,7 +15,7 @@ from streamrl.config import load_config
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAYERS = ["streamrl", "buffers", "actors"]  # each may import itself and those before it
 OWNERS = {
-    "zmq": {"streamrl/transport.py"},
+    "zmq": {"streamrl/sockets.py"},
     "mlflow": {"streamrl/tracking.py"},
     "vllm": {"actors/engine.py", "streamrl/weight_sync/vllm_plugin.py"},
     "ray": {"actors/launch.py"},

@@ -17,7 +17,7 @@ def test_items_come_out_in_order_and_after_a_close_what_is_left_comes_first() ->
             await mailbox.put(i)
         mailbox.close("the end")
         assert await mailbox.get() == 0
-        assert mailbox.get_all() == [1, 2]
+        assert await mailbox.get_all() == [1, 2]
         for _ in range(2):
             with pytest.raises(ClosedError, match="the end"):
                 await mailbox.get()

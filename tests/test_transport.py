@@ -57,6 +57,10 @@ async def raw_socket(address: str) -> AsyncIterator[zmq.asyncio.Socket]:
         yield socket
 
 
+def hello_of(name: str) -> bytes:
+    return b"H" + wire.pack(wire.Hello(name=name, life="1", payload=b""))[0]
+
+
 async def next_kind(end: Listener | Connection, kind: str) -> Message:
     message = await asyncio.wait_for(end.receive(), 5)
     assert message.kind == kind, message
@@ -73,7 +77,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def kill(listener: Listener) -> None:
     """As the death of its process: the socket is gone and nobody said goodbye."""
     await transport._cancel(listener._tasks)
-    await listener._teardown()
+    await listener._free()
 
 
 def test_the_handshake_carries_a_hello_and_a_welcome() -> None:
@@ -120,6 +124,14 @@ def test_the_connect_deadline_says_where_and_what_it_waited_for() -> None:
     run(main())
 
 
+def test_what_is_no_address_is_refused_at_once() -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=r"address \(localhost\): .* An address is tcp://HOST:PORT"):
+            await Connection("localhost", name="generator-0", **FAST).connect(timeout_s=5)
+
+    run(main())
+
+
 def test_a_refused_peer_gets_the_sentence() -> None:
     def welcome(name: str, payload: bytes) -> bytes:
         raise ConfigError("rank 2 of 3: this run has learner.ranks=2")
@@ -136,9 +148,9 @@ def test_a_refused_peer_gets_the_sentence() -> None:
 def test_a_peer_of_another_schema_version_is_refused_with_a_sentence() -> None:
     async def main() -> None:
         async with listening() as (listener, address), raw_socket(address) as raw:
-            await raw.send_multipart([b"H", msgspec.msgpack.encode([99, "Hello", [], {"all": "new"}])])
-            kind, sentence = await raw.recv_multipart()
-            assert kind == b"R"
+            await raw.send(b"H" + msgspec.msgpack.encode([99, "Hello", [], {"all": "new"}]))
+            sentence = await raw.recv()
+            assert sentence.startswith(b"R")
             assert b"wire schema 99, this process speaks 1" in sentence
             assert listener.num_refused == 1
 
@@ -169,17 +181,16 @@ def test_a_connection_reconnects_by_itself_when_the_listener_is_killed_and_comes
 def test_a_silent_peer_has_left_and_has_to_start_again() -> None:
     async def main() -> None:
         async with listening() as (listener, address), raw_socket(address) as raw:
-            hello = wire.pack(wire.Hello(name="frozen", life="1", payload=b""))
-            await raw.send_multipart([b"H", *hello])
+            await raw.send(hello_of("frozen"))
             await next_kind(listener, "joined")
             start = time.monotonic()
             left = await next_kind(listener, "left")
             assert left.peer == "frozen" and "silent" in left.reason
             assert 0.3 < time.monotonic() - start < 1.5
             assert not await listener.send("frozen", [b"x"])
-            await raw.send_multipart([b"D", b"I was only asleep"])
-            while (answer := await raw.recv_multipart()) != [b"X"]:
-                assert answer[0] in (b"W", b"B")
+            await raw.send(b"DI was only asleep")
+            while (answer := await raw.recv()) != b"X":
+                assert answer in (b"W", b"B")
 
     run(main())
 
@@ -203,7 +214,7 @@ def test_a_killed_peer_has_left_within_a_few_heartbeats_and_a_goodbye_at_once() 
                 await next_kind(listener, "joined")
             assert (await next_kind(listener, "left")).reason == "goodbye"
             async with raw_socket(address) as raw:
-                await raw.send_multipart([b"H", *wire.pack(wire.Hello(name="killed", life="1", payload=b""))])
+                await raw.send(hello_of("killed"))
                 await next_kind(listener, "joined")
             start = time.monotonic()
             assert (await next_kind(listener, "left")).peer == "killed"
@@ -322,7 +333,7 @@ def test_messages_that_follow_no_protocol_are_counted_logged_once_and_dropped(ca
             for _ in range(10):
                 await raw.send_multipart([b"?", b"what"])
                 await raw.send_multipart([b"D"] * 40)
-                await raw.send_multipart([b"H", b"\xc1\xc1"])
+                await raw.send(b"H\xc1\xc1")
                 await raw.send_multipart([b""])
             async with connected(address) as connection:
                 await connection.send([b"fine"])

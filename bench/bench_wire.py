@@ -1,0 +1,269 @@
+"""How fast one generator's rollouts reach the buffer process, against four other ways to send them.
+
+    ours    GeneratorClient -> Listener: headers and raw arrays, decoded and checked, acknowledged, with credit
+    copy    the same bytes over a bare ZeroMQ PUSH/PULL pair, not looked at
+    pickle  pickled Rollout objects over the same pair
+    lists   msgspec with lists of numbers over the same pair, decoded
+    ray     ray.util.queue.Queue, put and get of Rollout objects
+
+Two processes each, over loopback; every way starts from what it sends (arrays, or lists for `lists`) and ends with
+what it would train on. Prints one JSON line: rollouts per second (median of the rounds, the ways taking turns) and the
+ratios.
+
+    python bench/bench_wire.py [--rounds 5] [--lengths 128 1024 8192] [--no-ray]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection as Pipe
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from buffers.client import GeneratorClient
+from streamrl import wire
+from streamrl.errors import ClosedError
+from streamrl.records import Rollout
+from streamrl.transport import Listener
+
+NUM_ROLLOUTS = {"ours": 1.0, "copy": 1.0, "pickle": 1.0, "lists": 0.2, "ray": 0.03}  # share of `num_rollouts`
+
+
+class ListRollout(msgspec.Struct, array_like=True):
+    """A rollout as the systems send it that put lists on the wire."""
+
+    uid: str
+    member: int
+    attempt: int
+    prompt_ids: list[int]
+    response_ids: list[int]
+    old_log_probs: list[float]
+    versions: list[int]
+    reward: float
+    finish_reason: str
+    generator: str
+
+
+def make_rollouts(length: int, count: int) -> list[Rollout]:
+    rng = np.random.default_rng(0)
+    return [
+        Rollout(
+            uid=f"0-{i // 8:06d}",
+            member=i % 8,
+            attempt=0,
+            prompt_ids=rng.integers(0, 50_000, 64, dtype=np.int32),
+            response_ids=rng.integers(0, 50_000, length, dtype=np.int32),
+            old_log_probs=-rng.random(length, dtype=np.float32),
+            versions=np.full(length, 7, dtype=np.int32),
+            reward=1.0,
+            generator="generator-0",
+        )
+        for i in range(count)
+    ]
+
+
+# -- receivers: report the address, take `count` messages, report the seconds from the first to the last --------------
+
+
+def receive_ours(pipe: Pipe, count: int) -> None:
+    async def main() -> None:
+        welcome = bytes(wire.pack(wire.GeneratorWelcome(window_rollouts=1024, window_bytes=64 << 20))[0])
+        listener = Listener(welcome=lambda name, payload: welcome)
+        pipe.send(await listener.start())
+        received, start = 0, 0.0
+        while received < count:
+            acks: list[wire.Ack] = []
+            for message in await listener.receive_all():
+                if message.kind != "data":
+                    continue
+                body, arrays = wire.TO_BUFFER.unpack(message.frames)
+                rollout = wire.rollout_from(body, arrays)
+                start = start or time.perf_counter()
+                acks.append(
+                    wire.Ack(uid=rollout.uid, member=rollout.member, attempt=rollout.attempt, status="accepted")
+                )
+            received += len(acks)
+            if acks:
+                await listener.send("generator-0", wire.pack(wire.Acks(acks=acks)))
+        pipe.send(time.perf_counter() - start)
+        try:
+            while (await listener.receive()).kind != "left":
+                pass
+        except ClosedError:
+            pass
+        await listener.close()
+
+    asyncio.run(main())
+
+
+def receive_plain(pipe: Pipe, count: int, take: Callable[[zmq.Socket[bytes]], Any]) -> None:
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        pipe.send(f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}")
+        take(socket)
+        start = time.perf_counter()
+        for _ in range(count - 1):
+            take(socket)
+        pipe.send(time.perf_counter() - start)
+
+
+def receive_copy(pipe: Pipe, count: int) -> None:
+    receive_plain(pipe, count, lambda socket: socket.recv_multipart())
+
+
+def receive_pickle(pipe: Pipe, count: int) -> None:
+    receive_plain(pipe, count, lambda socket: socket.recv_pyobj())
+
+
+def receive_lists(pipe: Pipe, count: int) -> None:
+    decoder = msgspec.msgpack.Decoder(ListRollout)
+    receive_plain(pipe, count, lambda socket: decoder.decode(socket.recv()))
+
+
+# -- senders ----------------------------------------------------------------------------------------------------------
+
+
+def send_ours(address: str, rollouts: list[Rollout]) -> None:
+    async def main() -> None:
+        client = GeneratorClient(address, name="generator-0")
+        await client.connect(timeout_s=10)
+        for rollout in rollouts:
+            await client.send(rollout)
+        await client.close(timeout_s=60)
+
+    asyncio.run(main())
+
+
+def send_plain(address: str, rollouts: list[Any], send: Callable[[zmq.Socket[bytes], Any], Any]) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(address)
+        for rollout in rollouts:
+            send(socket, rollout)
+
+
+def send_copy(address: str, rollouts: list[Rollout]) -> None:
+    send_plain(address, [wire.encode_rollout(r) for r in rollouts], lambda socket, r: socket.send_multipart(r))
+
+
+def send_pickle(address: str, rollouts: list[Rollout]) -> None:
+    send_plain(address, rollouts, lambda socket, r: socket.send_pyobj(r))
+
+
+def send_lists(address: str, rollouts: list[Rollout]) -> None:
+    encoder = msgspec.msgpack.Encoder()
+    lists = [
+        ListRollout(
+            r.uid,
+            r.member,
+            r.attempt,
+            r.prompt_ids.tolist(),
+            r.response_ids.tolist(),
+            r.old_log_probs.tolist(),
+            r.versions.tolist(),
+            r.reward,
+            r.finish_reason,
+            r.generator,
+        )
+        for r in rollouts
+    ]
+    send_plain(address, lists, lambda socket, r: socket.send(encoder.encode(r)))
+
+
+WAYS: dict[str, tuple[Callable[[str, list[Rollout]], None], Callable[[Pipe, int], None]]] = {
+    "ours": (send_ours, receive_ours),
+    "copy": (send_copy, receive_copy),
+    "pickle": (send_pickle, receive_pickle),
+    "lists": (send_lists, receive_lists),
+}
+
+
+def measure(way: str, rollouts: list[Rollout]) -> float:
+    """Rollouts per second."""
+    send, receive = WAYS[way]
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=receive, args=(theirs, len(rollouts)))
+    process.start()
+    try:
+        send(ours.recv(), rollouts)
+        return (len(rollouts) - 1) / float(ours.recv())
+    finally:
+        process.join(30)
+        process.kill()
+
+
+def measure_ray(rollouts: list[Rollout]) -> float:
+    import ray
+    from ray.util.queue import Queue
+
+    @ray.remote
+    def take(queue: Queue, count: int) -> float:
+        queue.get()
+        start = time.perf_counter()
+        for _ in range(count - 1):
+            queue.get()
+        return time.perf_counter() - start
+
+    queue = Queue(maxsize=1024)
+    taken = take.remote(queue, len(rollouts))
+    for rollout in rollouts:
+        queue.put(rollout)
+    seconds = float(ray.get(taken))
+    queue.shutdown()
+    return (len(rollouts) - 1) / seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 1024, 8192])
+    parser.add_argument("--no-ray", action="store_true", help="leave out Ray, which takes long to start")
+    options = parser.parse_args()
+    if not options.no_ray:
+        import ray
+
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    numbers: dict[str, dict[str, float]] = {}
+    for length in options.lengths:
+        num_rollouts = min(20_000, 20_000_000 // length)
+        rollouts = make_rollouts(length, num_rollouts)
+        rates: dict[str, list[float]] = {}
+        for _ in range(options.rounds):
+            for way in WAYS:
+                count = max(50, int(num_rollouts * NUM_ROLLOUTS[way]))
+                rates.setdefault(way, []).append(measure(way, rollouts[:count]))
+            if not options.no_ray:
+                count = max(50, int(num_rollouts * NUM_ROLLOUTS["ray"]))
+                rates.setdefault("ray", []).append(measure_ray(rollouts[:count]))
+        medians = {way: statistics.median(values) for way, values in rates.items()}
+        numbers[str(length)] = {f"{way}_per_s": round(rate) for way, rate in medians.items()} | {
+            f"ours_over_{way}": round(medians["ours"] / rate, 2) for way, rate in medians.items() if way != "ours"
+        }
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    print(
+        json.dumps(
+            {
+                "bench": "wire",
+                "commit": commit.stdout.strip(),
+                "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+                "rounds": options.rounds,
+                "load": round(os.getloadavg()[0], 1),
+                "rollouts_by_length": numbers,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
