@@ -233,9 +233,10 @@ def test_more_gpus_than_there_are_is_refused(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert count_gpus(ask_torch=False) == 2
-    message = refused(capsys, "launch", "generator.gpus=0.5", "--generators", "3", "learner.gpus=1")
+    shared = ["generator.gpus=0.5", "generator.gpu_memory_utilization=0.4", "learner.gpus=1"]
+    message = refused(capsys, "launch", "--generators", "3", *shared)
     assert "2.5 GPUs are asked for and there are 2" in message
-    config = load_config(None, ["generator.gpus=0.5", "generator.count=2", "learner.gpus=1"])
+    config = load_config(None, ["generator.count=2", *shared])
     assert "0.5 GPU" in make_plan(config, pathlib.Path("x")).processes[-1].device
 
 
