@@ -224,6 +224,7 @@ class Controller:
             step = int(record.pop("step"))
             if step == 1:
                 self._tracker.log_event("first_step", seconds=round(time.time() - self._started, 2))
+                self._view.phase("training")
             self._last_step_at = time.time()
             self._policy_version = step
             metrics = {**record, **self._metrics_of_others()}
