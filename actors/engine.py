@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,8 +87,8 @@ class Engine:
     def _build(self) -> None:
         """In a thread: importing vLLM and waiting for its engine core takes long.
 
-        Returns nothing, because the thread would keep what it returned alive, and vLLM complains if an engine is still
-        there when the interpreter ends.
+        Returns nothing, because the thread would keep what it returned alive, and vLLM complains if an engine is
+        still there when the interpreter ends.
         """
         args = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
         async_llm = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
@@ -175,25 +176,28 @@ class Engine:
             stream_interval=_NEVER_STREAM,
             skip_clone=True,
         )
-        output: Any = None
+        token_ids: list[int] = []
+        log_probs: list[float] = []
         first_token_at = 0.0
         longest = len(prompt_ids) + max_tokens
         self._requests[request_id] = False
         self._reserved_tokens += longest
         try:
             async for output in self._outputs(prompt_ids, params, request_id, salt):
-                if output.outputs[0].token_ids and not self._requests[request_id]:
+                part = output.outputs[0]
+                token_ids += part.token_ids
+                log_probs += part.logprobs.logprobs if part.logprobs else ()
+                if token_ids and not first_token_at:
                     self._requests[request_id] = True
-                    first_token_at = asyncio.get_running_loop().time()
+                    first_token_at = time.monotonic()
         finally:
             del self._requests[request_id]
             self._reserved_tokens -= longest
-        answer = output.outputs[0]
         return Completion(
-            token_ids=list(answer.token_ids),
-            log_probs=list(answer.logprobs.logprobs) if answer.logprobs else [],
-            spans=[(span.version, span.start, span.end) for span in answer.weight_versions or ()],
-            finish_reason=answer.finish_reason,
+            token_ids=token_ids,
+            log_probs=log_probs,
+            spans=[(span.version, span.start, span.end) for span in part.weight_versions or ()],
+            finish_reason=part.finish_reason,
             first_token_at=first_token_at,
         )
 
@@ -311,7 +315,13 @@ def engine_arguments(config: Config, model_path: str) -> dict[str, Any]:
         "weight_transfer_config": {"backend": SHM_ENGINE},
     }
     if g.gpus == 0:
-        arguments |= {"kv_cache_memory_bytes": g.kv_cache_bytes, "block_size": _CPU_BLOCK_SIZE}
+        arguments |= {
+            "kv_cache_memory_bytes": g.kv_cache_bytes,
+            "block_size": _CPU_BLOCK_SIZE,
+            # vLLM takes back the random state of a seeded request whose prompt it has read in part, which raises on a
+            # CPU and ends the engine core. Whole prompts fit: max_num_batched_tokens >= max_model_len.
+            "enable_chunked_prefill": False,
+        }
     else:
         arguments |= {"gpu_memory_utilization": g.gpu_memory_utilization}
     return arguments
@@ -320,5 +330,6 @@ def engine_arguments(config: Config, model_path: str) -> dict[str, Any]:
 def _sampling_params(**settings: Any) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    kind = RequestOutputKind.CUMULATIVE if "stream_interval" in settings else RequestOutputKind.FINAL_ONLY
+    # DELTA, because vLLM heeds stream_interval there only; elsewhere it would wake this process for every token.
+    kind = RequestOutputKind.DELTA if "stream_interval" in settings else RequestOutputKind.FINAL_ONLY
     return SamplingParams(output_kind=kind, **settings)

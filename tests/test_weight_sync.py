@@ -371,6 +371,20 @@ def test_the_same_seed_gives_the_same_tokens_whatever_else_is_in_the_engine(benc
 
 
 @pytest.mark.engine
+def test_more_prompts_than_one_step_can_read(bench: Bench) -> None:
+    """A seeded request whose prompt is read in two steps would end vLLM's engine core on a CPU."""
+
+    async def scenario() -> None:
+        prompts = [[1, *(10 + (i + j) % 80 for j in range(99))] for i in range(36)]
+        answers = await asyncio.gather(*(bench.sample(p, tokens=4, salt="m", seed=3) for p in prompts))
+        for prompt, answer in zip(prompts[::7], answers[::7], strict=True):
+            truth = bench.reference.log_probs([*prompt, *answer.token_ids])[len(prompt) - 1 :].numpy()
+            assert np.abs(truth - answer.log_probs).max() < EXACT
+
+    bench.run(scenario())
+
+
+@pytest.mark.engine
 def test_a_stop_token_is_part_of_the_response(bench: Bench) -> None:
     async def scenario() -> None:
         answers = [await bench.sample([1, 30], tokens=100, salt="e", temperature=2.0, seed=s) for s in range(12)]
