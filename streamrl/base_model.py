@@ -203,7 +203,7 @@ def _warm_up(
     prompts = tokenizer([e.text for e in examples])["input_ids"]
     answers = tokenizer([e.answer for e in examples], add_special_tokens=False)["input_ids"]
     pairs = [
-        (prompt, [*answer, tokenizer.eos_token_id])
+        (prompt, answer)
         for prompt, answer in zip(prompts, answers, strict=True)
         if len(prompt) + len(answer) < config.model.max_length
     ]
@@ -221,7 +221,12 @@ def _warm_up(
     for step in range(warm_up.steps):
         report("warm-up of the base model", step, warm_up.steps)
         chosen = torch.randint(len(pairs), (warm_up.batch_size,), generator=generator).tolist()
-        input_ids, labels = _pad([pairs[i] for i in chosen], tokenizer.pad_token_id)
+        wrong = (torch.rand(warm_up.batch_size, generator=generator) < warm_up.wrong_share).tolist()
+        batch = [
+            (prompt, [*(reversed(answer) if turn else answer), tokenizer.eos_token_id])
+            for (prompt, answer), turn in zip((pairs[i] for i in chosen), wrong, strict=True)
+        ]
+        input_ids, labels = _pad(batch, tokenizer.pad_token_id)
         loss = model(input_ids=input_ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
