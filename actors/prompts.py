@@ -1,8 +1,8 @@
 """Which prompt next: the training prompts in an order fixed by seed, resumable, and the held-out prompts.
 
-Invariants: `uid` is "<epoch>-<position>" and never repeats in a run; the order depends only on the config and the seed, each
-epoch shuffled anew; a source restored by `load_state_dict` continues exactly where the saved one stood; no held-out prompt
-text occurs in training. Nothing here waits.
+Invariants: `uid` is "<epoch>-<position>" and never repeats in a run; the order depends only on the config and the seed,
+each epoch shuffled anew; a source restored by `load_state_dict` continues exactly where the saved one stood; no
+held-out prompt text occurs in training. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class PromptSource:
         """
         if state["fingerprint"] != self._fingerprint():
             raise ConfigError(
-                "data: not the prompts that the checkpoint was made with, so it cannot continue where that run stood. Restore "
-                "run.seed, the data settings and the files of the saved run, or start a new run."
+                "data: not the prompts that the checkpoint was made with, so it cannot continue where that run stood. "
+                "Restore run.seed, the data settings and the files of the saved run, or start a new run."
             )
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._order_of(self._epoch)
@@ -149,17 +149,6 @@ def load_eval_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
     ]
 
 
-def check_data(config: Config) -> str:
-    """Read and split the data as the run will, without a tokenizer; a line that says what was found.
-
-    Raises:
-        ConfigError: as `load_examples`.
-    """
-    sets = load_examples(config)
-    dropped = f", {sets.num_duplicates} repeated and {sets.num_leaked} held-out rows left out of training"
-    return f"{len(sets.train)} training prompts, {len(sets.held_out)} held out{dropped}"
-
-
 def _within_length(
     config: Config, examples: Sequence[Example], tokenizer: Tokenizer, *, kind: str
 ) -> tuple[list[Example], list[IntArray], int]:
@@ -170,8 +159,8 @@ def _within_length(
     if num_skipped:
         longest = max(range(len(ids)), key=lambda i: len(ids[i]))
         what = (
-            f"data.max_prompt_tokens ({limit}): {num_skipped} of {len(examples)} {kind} prompts are longer; the longest has "
-            f"{len(ids[longest])} tokens and begins {examples[longest].text[:60]!r}"
+            f"data.max_prompt_tokens ({limit}): {num_skipped} of {len(examples)} {kind} prompts are longer; the "
+            f"longest has {len(ids[longest])} tokens and begins {examples[longest].text[:60]!r}"
         )
         if config.data.long_prompts == "refuse" or not kept:
             raise ConfigError(

@@ -1,8 +1,9 @@
 """A process that computes rewards, one at a time: the child of `actors.rewards.RewardWorker`.
 
-Consumes requests on standard input and produces answers on a copy of standard output: each is a length in four bytes, little
-end first, and that many bytes of msgpack. The first request says what to compute; its answer, that it can be computed.
-Waits only for the next request; the end of input, or the death of the parent, ends it. Imports neither torch nor vllm.
+Consumes requests on standard input and produces answers on a copy of standard output: each is a length in four bytes,
+little end first, and that many bytes of msgpack. The first request says what to compute; its answer, that it can be
+computed. Waits only for the next request; the end of input, or the death of the parent, ends it. Imports neither torch
+nor vllm.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def _python_scorer(path: str) -> Scorer:
         function = getattr(importlib.import_module(module_name), name)
     except Exception as error:  # the user's module may raise anything while it is imported
         raise ConfigError(
-            f"reward.function ({path}): cannot be imported: {type(error).__name__}: {error}. Name `module:function`, with the "
-            "module in the working directory or on PYTHONPATH."
+            f"reward.function ({path}): cannot be imported: {type(error).__name__}: {error}. Name `module:function`, "
+            "with the module in the working directory or on PYTHONPATH."
         ) from None
     if not callable(function):
         raise ConfigError(f"reward.function ({path}): is not a function.")

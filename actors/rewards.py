@@ -1,12 +1,12 @@
 """Rewards off the event loop: a pool of processes, each computing one reward at a time under a time limit.
 
 Consumes (task, response text); produces (reward, named parts), or a `RewardError` whose reason says what went wrong:
-`reward_timeout`, `reward_error` or `reward_not_finite`. Invariant: an answer always belongs to its request, because a process
-whose request timed out or was cancelled is killed and replaced, never asked again.
+`reward_timeout`, `reward_error` or `reward_not_finite`. Invariant: an answer always belongs to its request, because a
+process whose request timed out or was cancelled is killed and replaced, never asked again.
 
-Waits: `score` for a free process (ended by the scores before it, each within reward.timeout_s), for a replacement to start
-(_START_TIMEOUT_S), and for its answer (reward.timeout_s). `start` for every process (_START_TIMEOUT_S). `close` for killed
-processes (ended by the kernel).
+Waits: `score` for a free process (ended by the scores before it, each within reward.timeout_s), for a replacement to
+start (_START_TIMEOUT_S), and for its answer (reward.timeout_s). `start` for every process (_START_TIMEOUT_S). `close`
+for killed processes (ended by the kernel).
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class RewardWorker:
             parent=os.getpid(),
         )
         self._num_workers = config.reward.workers
-        # A slot is a process, or None where one has yet to be started again.
-        self._slots: asyncio.LifoQueue[_Process | None] = asyncio.LifoQueue()
+        # A slot may hold a dead process; whoever takes it starts another.
+        self._slots: asyncio.LifoQueue[_Process] = asyncio.LifoQueue()
         self._processes: set[_Process] = set()
         self._closed = False
 
@@ -135,8 +135,11 @@ class RewardWorker:
             ConfigError: reward.function or data.task cannot be had.
             RewardError: a process did not start in time.
         """
-        for process in await asyncio.gather(*(self._start_process() for _ in range(self._num_workers))):
-            self._slots.put_nowait(process)
+        starts = (self._start_process() for _ in range(self._num_workers))
+        for started in await asyncio.gather(*starts, return_exceptions=True):
+            if isinstance(started, BaseException):
+                raise started
+            self._slots.put_nowait(started)
 
     async def score(self, prompt_task: dict[str, Any], response_text: str) -> tuple[float, dict[str, float]]:
         """The reward of one response and its named parts.
@@ -150,14 +153,13 @@ class RewardWorker:
             raise ClosedError("the reward worker is closed")
         process = await self._slots.get()
         try:
-            if process is None or not process.alive:
+            if not process.alive:
+                self._processes.discard(process)
                 process = await self._start_process()
             answer = await process.ask(request, timeout_s=self._timeout_s)
         except ConfigError as error:
             raise RewardError(f"the reward process did not start again: {error}", reason="reward_error") from None
         finally:
-            if process is not None and not process.alive:
-                self._processes.discard(process)
             self._slots.put_nowait(process)
         if answer.reason:
             raise RewardError(answer.detail, reason=answer.reason)
@@ -175,3 +177,21 @@ class RewardWorker:
         process = await _Process.start(self._setup)
         self._processes.add(process)
         return process
+
+
+def check_reward(config: Config) -> None:
+    """Start the reward processes and end them, to learn before anything else starts whether they can score.
+
+    Raises:
+        ConfigError: reward.function or data.task cannot be had.
+        RewardError: a process ended, or did not start in time.
+    """
+
+    async def start_and_close() -> None:
+        worker = RewardWorker(config)
+        try:
+            await worker.start()
+        finally:
+            await worker.close()
+
+    asyncio.run(start_and_close())

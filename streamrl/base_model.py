@@ -1,12 +1,13 @@
 """The model a run starts from: whatever `model.path` names becomes a folder with weights, config and tokenizer.
 
-`base` is made here, offline: a small Llama with a character tokenizer, warm-started by supervised learning on the run's own
-training examples (never on held-out ones). A GGUF file is converted once. Both are kept in the cache under a hash of
-everything that matters to them, and appear there by one rename, so that a killed run leaves no half model. Deterministic by
-`run.seed` for one machine and thread count. Never imports vllm; torch and transformers only when a model has to be made.
+`base` is made here, offline: a small Llama with a character tokenizer, warm-started by supervised learning on the run's
+own training examples (never on held-out ones). A GGUF file is converted once. Both are kept in the cache under a hash
+of everything that matters to them, and appear there by one rename, so that a killed run leaves no half model.
+Deterministic by `run.seed` for one machine and thread count. Never imports vllm; torch and transformers only when a
+model has to be made.
 
-Waits: `prepare_model` for another run that makes the same model (its process ends the wait, dead or done; _LOCK_TIMEOUT_S),
-and for the hub (huggingface_hub's own time limits).
+Waits: `prepare_model` for another run that makes the same model (its process ends the wait, dead or done;
+_LOCK_TIMEOUT_S), and for the hub (huggingface_hub's own time limits).
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def model_kind(config: Config) -> Literal["base", "folder", "gguf", "hub"]:
         if "config.json" in found and has_weights and has_tokenizer:
             return "folder"
         raise ConfigError(
-            f"model.path ({name}): is a folder without a model; it needs config.json, *.safetensors and tokenizer.json. Name "
-            "a folder that save_pretrained wrote for both model and tokenizer."
+            f"model.path ({name}): is a folder without a model; it needs config.json, *.safetensors and "
+            "tokenizer.json. Name a folder that save_pretrained wrote for both model and tokenizer."
         )
     if path.is_file() and path.suffix == ".gguf":
         return "gguf"
@@ -106,25 +107,25 @@ def _cached(config: Config, kind: str, key: str, make: Callable[[pathlib.Path], 
     final = root / f"{kind}-{key[:16]}"
     if final.is_dir():
         return str(final)
+    part = root / f"{final.name}.part"  # ours alone under the lock: whatever is there, a killed process left
+    lock = filelock.FileLock(root / f"{final.name}.lock")  # the kernel releases it when its holder dies
     try:
         root.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(f"{final}.lock")
-        with lock.acquire(timeout=_LOCK_TIMEOUT_S):
-            if final.is_dir():
-                return str(final)
-            part = final.with_suffix(".part")  # ours alone under the lock: whatever is there, a killed process left
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir()
-            make(part)
-            os.rename(part, final)
+        held = lock.acquire(timeout=_LOCK_TIMEOUT_S)
     except filelock.Timeout:
         raise DeadlineExceededError(
-            f"waited {_LOCK_TIMEOUT_S:.0f} s for another process that makes {final}; it holds {final}.lock"
+            f"waited {_LOCK_TIMEOUT_S:.0f} s for another process that makes {final}; it holds {lock.lock_file}"
         ) from None
     except OSError as error:
         raise ConfigError(
             f"model.cache_dir ({root}): cannot be written: {error}. Set model.cache_dir=FOLDER."
         ) from None
+    with held:
+        if not final.is_dir():
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            make(part)
+            os.rename(part, final)
     return str(final)
 
 
@@ -196,7 +197,7 @@ def make_character_tokenizer(characters: Sequence[str]) -> PreTrainedTokenizerFa
 def _warm_up(
     config: Config, model: Any, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example], report: Progress
 ) -> None:
-    """Supervised learning of answer and end of sequence given the prompt; learning rate up for a tenth, then down to zero."""
+    """Supervised learning of answer and end of sequence given the prompt; the learning rate rises, then falls to 0."""
     import torch
 
     warm_up = config.model.warm_up
@@ -237,8 +238,10 @@ def _warm_up(
 
 
 def _pad(pairs: Sequence[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input ids [N, T] and labels [N, T], -100 outside the answers. Padded on the right, where causal attention of a real
-    token never looks, so no attention mask is needed."""
+    """Input ids [N, T] and labels [N, T], -100 outside the answers.
+
+    Padded on the right, where causal attention of a real token never looks, so no attention mask is needed.
+    """
     import torch
 
     width = max(len(prompt) + len(answer) for prompt, answer in pairs)
@@ -289,6 +292,6 @@ def _fetch(name: str) -> str:
     except (OSError, httpx.HTTPError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"model.path ({name}): no folder of that name, and the Hugging Face hub did not give it: {reason} Name a folder "
-            "or a .gguf file, or use model.path=base, which needs no network."
+            f"model.path ({name}): no folder of that name, and the Hugging Face hub did not give it: {reason} Name a "
+            "folder or a .gguf file, or use model.path=base, which needs no network."
         ) from None

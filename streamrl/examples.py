@@ -1,10 +1,11 @@
 """The question-answer pairs of a run: read, checked, and split into training and held-out examples.
 
-Everything that needs the run's data starts here: the prompt source, the evaluation, the warm-up of the base model, and the
-check before anything starts. Imports neither torch nor transformers; lengths in tokens are judged in actors/prompts.py.
+Everything that needs the run's data starts here: the prompt source, the evaluation, the warm-up of the base model, and
+the check before anything starts. Imports neither torch nor transformers; lengths in tokens are judged in
+actors/prompts.py.
 
-Invariants: the same config gives the same examples in the same order on every machine; no held-out prompt text occurs among
-the training examples; training texts are distinct.
+Invariants: the same config gives the same examples in the same order on every machine; no held-out prompt text occurs
+among the training examples; training texts are distinct.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import difflib
 import hashlib
 import itertools
 import pathlib
-import string
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ import msgspec
 
 from streamrl.config import Config
 from streamrl.errors import ConfigError
+from streamrl.template import Template
 
 # Draws per wanted held-out example before a reasoning-gym task counts as too small to have that many distinct prompts.
 _DRAWS_PER_EXAMPLE = 20
@@ -52,9 +53,9 @@ class ExampleSets:
 def load_examples(config: Config) -> ExampleSets:
     """Read and split the data that `config.data` and `config.eval` name.
 
-    A reasoning-gym task: `data.size` training draws by `run.seed`, and `eval.num_prompts` distinct held-out draws that do not
-    depend on the seed, so that runs with different seeds are evaluated on the same prompts. A file: held-out prompts are the
-    first `eval.num_prompts` distinct rows of `data.eval_path`, or else the last ones of `data.path`.
+    A reasoning-gym task: `data.size` training draws by `run.seed`, and `eval.num_prompts` distinct held-out draws that
+    do not depend on the seed, so that runs with different seeds are evaluated on the same prompts. A file: held-out
+    prompts are the first `eval.num_prompts` distinct rows of `data.eval_path`, or else the last ones of `data.path`.
 
     Raises:
         ConfigError: naming the setting or the file and line, the rule and the remedy.
@@ -64,9 +65,9 @@ def load_examples(config: Config) -> ExampleSets:
         held_out = _distinct(_draw_held_out(config), num_held_out)
         if len(held_out) < num_held_out:
             raise ConfigError(
-                f"eval.num_prompts ({num_held_out}): data.task={config.data.task} gave only {len(held_out)} distinct prompts "
-                f"in {num_held_out * _DRAWS_PER_EXAMPLE} draws. Set eval.num_prompts={max(len(held_out) // 4, 1)}, or widen "
-                "data.task_args."
+                f"eval.num_prompts ({num_held_out}): data.task={config.data.task} gave only {len(held_out)} distinct "
+                f"prompts in {num_held_out * _DRAWS_PER_EXAMPLE} draws. "
+                f"Set eval.num_prompts={max(len(held_out) // 4, 1)}, or widen data.task_args."
             )
         train: Iterable[Example] = _draw(config, split="train", count=config.data.size)
     else:
@@ -92,8 +93,8 @@ def _split(config: Config, rows: Iterable[Example], held_out: list[Example]) -> 
     if not train:
         where = "data.task_args" if config.data.source == "reasoning_gym" else f"data.path ({config.data.path})"
         raise ConfigError(
-            f"{where}: none of the {num_rows} rows is left for training once the {len(held_out)} held-out prompts are set "
-            "apart. Set eval.num_prompts lower, name more data, or give held-out prompts of their own with data.eval_path."
+            f"{where}: none of the {num_rows} rows is left for training once the {len(held_out)} held-out prompts are "
+            "set apart. Set eval.num_prompts lower, or name more data."
         )
     return ExampleSets(
         train=tuple(train.values()),
@@ -146,8 +147,8 @@ def open_task(name: str, task_args: Mapping[str, Any], *, seed: int, size: int) 
 
 
 def _draw(config: Config, *, split: str, count: int) -> Iterator[Example]:
-    # reasoning-gym draws entry i with Random(seed + i), so neighbouring seeds give the same entries shifted by one; seeds
-    # from a hash are far apart.
+    # reasoning-gym draws entry i with Random(seed + i), so neighbouring seeds give the same entries shifted by one;
+    # seeds from a hash lie far apart.
     salt = f"{split}/{config.run.seed if split == 'train' else ''}"
     seed = int.from_bytes(hashlib.sha256(salt.encode()).digest()[:6])
     dataset = open_task(config.data.task, config.data.task_args, seed=seed, size=count)
@@ -157,8 +158,8 @@ def _draw(config: Config, *, split: str, count: int) -> Iterator[Example]:
         text = template.render(
             {**entry["metadata"], "prompt": entry["question"]}, where=f"data.task={config.data.task}"
         )
-        task = {"prompt": text, "answer": entry["answer"], "entry": plain(entry)}
-        yield Example(text=text, answer=entry["answer"], task=task)
+        answer = None if entry["answer"] is None else str(entry["answer"])
+        yield Example(text=text, answer=answer, task={"prompt": text, "answer": answer, "entry": plain(entry)})
 
 
 def _draw_held_out(config: Config) -> Iterator[Example]:
@@ -280,8 +281,8 @@ def _no_column(where: str, column: str, present: Iterable[str]) -> ConfigError:
     near = difflib.get_close_matches(column, names, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]}? " if near else ""
     return ConfigError(
-        f"{where}: has no column {column}. {hint}It has: {', '.join(names)}. Set data.prompt_column, data.answer_column or "
-        "data.template to columns that are there."
+        f"{where}: has no column {column}. {hint}It has: {', '.join(names)}. Set data.prompt_column, "
+        "data.answer_column or data.template to columns that are there."
     )
 
 
@@ -291,39 +292,3 @@ def _unreadable(setting: str, path: pathlib.Path, error: Exception) -> ConfigErr
             f"{setting} ({path}): no such file. Name a file that exists; paths start at the working directory."
         )
     return ConfigError(f"{setting} ({path}): cannot be read: {' '.join(str(error).split())}.")
-
-
-# -- the template --
-
-
-class Template:
-    """`data.template`: text with {prompt} and other fields of the row in it."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        try:
-            names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
-        except ValueError as error:
-            raise ConfigError(f"data.template ({text!r}): {error}. Double a brace that stands for itself.") from None
-        for name in names:
-            if not name.isidentifier():
-                raise ConfigError(
-                    f"data.template ({text!r}): {{{name}}} is not a field name. Use {{prompt}}, or a column."
-                )
-        if not names:
-            raise ConfigError(
-                f"data.template ({text!r}): names no field, so every prompt would be the same. Add {{prompt}}."
-            )
-        self.names = frozenset(names)
-
-    def render(self, fields: Mapping[str, Any], *, where: str) -> str:
-        """The prompt text for one row."""
-        try:
-            text = self._text.format_map(fields)
-        except KeyError as error:
-            raise ConfigError(
-                f"data.template ({self._text!r}): {where} has no field {error.args[0]}. It has: {', '.join(map(str, fields))}."
-            ) from None
-        if not text:
-            raise ConfigError(f"{where}: the prompt is empty. Every prompt needs at least one character.")
-        return text
