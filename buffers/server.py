@@ -39,7 +39,7 @@ from streamrl.records import BufferStats, Failure, Prompt, Rollout, Wait
 from streamrl.transport import HEARTBEAT_S, PEER_TIMEOUT_S, CurveKeys, Listener, Message
 
 WINDOW_ROLLOUTS = 1024  # what one generator may have sent without an acknowledgement
-WINDOW_BYTES = 64 << 20
+WINDOW_BYTES = 8 << 20  # or one rollout: enough to fill the link, little enough to stay in the cache
 
 logger = logging.getLogger(__name__)
 
@@ -218,16 +218,14 @@ class BufferServer:
             except wire.FrameError as error:
                 self._count_malformed(peer, error)
                 return
-            if isinstance(body, wire.RolloutMessage) and peer in self._generators:
-                self._arrived.append((self._generators[peer], body, arrays))
+            if peer in self._generators:
+                await self._handle_generator(self._generators[peer], body, arrays)
                 return
-        await self._insert_arrived()  # messages have their effect in order
+        await self._insert_arrived()  # what follows builds on it
         if message.kind == "joined":
             await self._join(peer, message.frames[0])
         elif message.kind == "left":
             await self._leave(peer, message.reason)
-        elif peer in self._generators:
-            await self._handle_generator(self._generators[peer], body)
         else:
             await self._handle_rank(peer, self._ranks[peer], body)
 
@@ -258,15 +256,18 @@ class BufferServer:
 
     # -- generators --
 
-    async def _handle_generator(self, generator: _Generator, body: Any) -> None:
+    async def _handle_generator(self, generator: _Generator, body: Any, arrays: list[wire.Array]) -> None:
         match body:
-            case Failure():
-                await self._fail(body)
-                generator.settle(body, "failed", body.reason)
+            case wire.RolloutMessage():
+                self._arrived.append((generator, body, arrays))
             case wire.Request():
                 generator.credit += body.num_members
             case wire.Report():
                 generator.policy_version = body.policy_version
+            case Failure():
+                await self._insert_arrived()
+                await self._fail(body)
+                generator.settle(body, "failed", body.reason)
             case _:
                 self._count_malformed(generator.name, wire.FrameError("kind", f"{type(body).__name__} of a generator"))
 

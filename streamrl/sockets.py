@@ -26,10 +26,11 @@ from streamrl.errors import ConfigError
 from streamrl.wire import Frame
 
 FLUSH_MS = 500  # how long `close` waits for the last frames to leave
-_PIPE_MESSAGES = 1 << 16  # in each direction; the bound in practice is the credit of the two ends
+_PIPE_MESSAGES = 1 << 14  # in each direction; the bound in practice is the credit of the two ends
 _COPY_BYTES = 16 << 10  # a shorter frame is copied: it would keep all of ZeroMQ's receive buffer alive
 _BATCH = 256  # messages read before other tasks have their turn
-_REFUSED = Event.HANDSHAKE_FAILED_NO_DETAIL | Event.HANDSHAKE_FAILED_PROTOCOL | Event.HANDSHAKE_FAILED_AUTH
+_REFUSED = Event.HANDSHAKE_FAILED_PROTOCOL | Event.HANDSHAKE_FAILED_AUTH
+_DISCONNECTED = Event.DISCONNECTED | Event.HANDSHAKE_FAILED_NO_DETAIL  # the latter: it broke in the handshake
 
 Sent = Literal["sent", "full", "gone"]
 PipeEvent = Literal["refused", "connected", "disconnected"]
@@ -66,7 +67,7 @@ class Pipe:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
         self._socket.set_hwm(_PIPE_MESSAGES)
-        self._monitor = self._socket.get_monitor_socket(_REFUSED | Event.CONNECTED | Event.DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(_REFUSED | _DISCONNECTED | Event.CONNECTED)
         self._ready: dict[zmq.Socket[bytes], asyncio.Event] = {}
         for socket in (self._socket, self._monitor):
             self._ready[socket] = asyncio.Event()
