@@ -1,10 +1,11 @@
 """The buffer's state on disk, in LMDB: what makes "acknowledged" survive the death of the process.
 
 A mirror, not a log: one row per group that is not settled, one per rollout of these, one per settled uid, and one for
-the scalars. Every call of the buffer that changes something writes all its rows in one transaction before it returns:
-the file is at every instant a state between two calls, and its size is that of the state. `async` leaves the pages to
-the kernel: the death of the process at any instant loses nothing, a power cut may lose or damage the file. `sync` also
-waits for the disk: a power cut loses nothing. Rows are found by the group's order of issue: short ascending keys.
+the scalars. What a call of the buffer changed is written in one transaction, so the file is at every instant a state
+between two calls, and its size is that of the state. Rows are found by the group's order of issue: short ascending keys.
+
+`async` leaves the pages to the kernel: the death of the process at any instant loses nothing, a power cut may lose or
+damage the file. `sync` also waits for the disk: a power cut loses nothing.
 
 Blocking: `write` waits for the file system, and with sync for the disk; nobody else can end that. One process has it
 open at a time; the kernel releases it when that process dies.

@@ -13,7 +13,8 @@ Invariants, after every call:
 - no group with `group_staleness(v, min_version) > S` can be sampled, and `sample` checks again what it hands out;
 - a uid is in exactly one state: issued == in_flight + buffered + trained + sum(discarded);
 - a trained group keeps its payload until `commit` makes it final, so that `rollback` can bring it back;
-- with a journal, what a call did is written before it returns.
+- with a journal, what a call did is written before it returns; with journal=sync that holds for `insert`, `sample` and
+  `rollback`, and the other calls, which acknowledge nothing, are written with the next of these or at `close`.
 
 Blocking: only `sample`. It waits for complete groups and for the rate limiter; `insert` and `fail` (generators) end
 the wait, `close` ends it with ClosedError, its own deadline with DeadlineExceededError.
@@ -71,8 +72,6 @@ class ReplayBuffer:
         clock: Callable[[], float] = time.monotonic,
         seed: int = 0,
     ) -> None:
-        if group_size < 1:
-            raise ValueError(f"group_size ({group_size}) must be at least 1")
         self._config = config
         self._group_size = group_size
         self._groups_per_step = groups_per_step
@@ -107,16 +106,13 @@ class ReplayBuffer:
             self._shelf.issue(uid, now=self._clock(), note=note)
 
     def insert(self, rollout: Rollout) -> InsertOutcome:
-        """Take one rollout. Idempotent: the same member again is a `duplicate`, whatever its attempt.
-
-        When it returns, the outcome is as durable as config.journal says.
-        """
-        with self._operation():
+        """Take one rollout. Idempotent: the same member again is a `duplicate`, whatever its attempt."""
+        with self._operation(acknowledges=True):
             return self._insert(rollout)
 
     def insert_many(self, rollouts: Sequence[Rollout]) -> list[InsertOutcome]:
-        """Like `insert` of each, but written to the journal at once, which is much faster with journal=sync."""
-        with self._operation():
+        """Like `insert` of each, with one write to the journal."""
+        with self._operation(acknowledges=True):
             return [self._insert(rollout) for rollout in rollouts]
 
     def fail(self, failure: Failure) -> RefillDecision:
@@ -125,10 +121,8 @@ class ReplayBuffer:
             return self._fail(failure)
 
     def expire(self) -> list[str]:
-        """Settle the groups whose deadline has passed.
-
-        Returns the uids whose open members are no longer wanted: discarded as `straggler`, or, with
-        incomplete_groups=min_members, used without them.
+        """Settle the groups whose deadline has passed: discard them as `straggler`, or, with
+        incomplete_groups=min_members, use them as they are. Returns the uids whose open members are no longer wanted.
         """
         with self._operation():
             config, settled = self._config, []
@@ -171,7 +165,7 @@ class ReplayBuffer:
         """
         if num_groups < 1:
             raise ValueError(f"num_groups ({num_groups}) must be at least 1")
-        with self._operation():
+        with self._operation(acknowledges=True):
             self._advance(policy_version)
             self._wait_for(num_groups, timeout_s)
             drawn = [self._selector.pop() for _ in range(num_groups)]
@@ -221,7 +215,7 @@ class ReplayBuffer:
         Raises:
             ValueError: below the last commit: those groups are final.
         """
-        with self._operation():
+        with self._operation(acknowledges=True):
             shelf = self._shelf
             if policy_version < shelf.committed:
                 raise ValueError(
@@ -241,10 +235,9 @@ class ReplayBuffer:
     # -- both --
 
     def reconfigure(self, config: BufferConfig) -> list[str]:
-        """Change settings while it runs; they hold from now on, except `journal`. Returns the uids that a smaller bound
-        discarded."""
+        """Change settings while it runs, all but `journal`. Returns the uids that a smaller bound discarded."""
         with self._operation():
-            self._config = config
+            self._config = config = msgspec.structs.replace(config, journal=self._config.journal)
             self._limiter.settings = LimiterSettings.of(config, batch_size=self._groups_per_step or 1)
             self._selector = self._new_selector()
             for group in self._shelf.buffered():
@@ -279,20 +272,26 @@ class ReplayBuffer:
     def close(self) -> None:
         """Wake every waiter with ClosedError; later calls raise it too, except look-ups. Idempotent."""
         with self._lock:
+            self._persist()
             self._shut()
 
     # -- order of operations, under the lock --
 
     @contextmanager
-    def _operation(self) -> Iterator[None]:
-        """One call: the lock, and at its end one transaction of the journal with everything it changed."""
+    def _operation(self, *, acknowledges: bool = False) -> Iterator[None]:
+        """One call: the lock, and at its end one transaction of the journal with everything it changed.
+
+        Waiting for the disk is left to calls after which somebody forgets a rollout or trains on it. What the others
+        did may be lost: a uid is issued again, a failed member leased again, an old group swept again.
+        """
         with self._lock:
             if self._closed:
                 raise ClosedError("the replay buffer is closed")
             try:
                 yield
             finally:
-                self._persist()
+                if acknowledges or self._config.journal != "sync":
+                    self._persist()
 
     def _persist(self) -> None:
         if self._journal is None or self._closed:
