@@ -2,7 +2,7 @@
 
 A mirror, not a log: one row per group that is not settled, one per rollout of these, one per settled uid, and one for
 the scalars. What a call of the buffer changed is written in one transaction, so the file is at every instant a state
-between two calls, and its size is that of the state. Rows are found by the group's order of issue: short ascending keys.
+between two calls, and its size is that of the state. Keys are short and ascend: rows are found by order of issue.
 
 `async` leaves the pages to the kernel: the death of the process at any instant loses nothing, a power cut may lose or
 damage the file. `sync` also waits for the disk: a power cut loses nothing.
