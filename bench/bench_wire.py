@@ -7,10 +7,11 @@
     ray     ray.util.queue.Queue, put and get of Rollout objects
 
 Two processes each, over loopback; every way starts from what it sends (arrays, or lists for `lists`) and ends with
-what it would train on. Prints one JSON line: rollouts per second (median of the rounds, the ways taking turns) and the
-ratios.
+what it would train on. Prints one JSON line: rollouts per second (median of the rounds, the ways taking turns), the
+ratios, and the CPU time per rollout of the busier of the two processes: on an idle machine the rate is near its
+inverse, on a busy one (see `load`) it says more than the rate.
 
-    python bench/bench_wire.py [--rounds 5] [--lengths 128 1024 8192] [--no-ray]
+    python -m bench.bench_wire [--rounds 5] [--lengths 128 1024 8192] [--no-ray]
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ import numpy as np
 import zmq
 
 from buffers.client import GeneratorClient
+from buffers.server import WINDOW_BYTES, WINDOW_ROLLOUTS
 from streamrl import wire
 from streamrl.errors import ClosedError
 from streamrl.records import Rollout
 from streamrl.transport import Listener
 
-NUM_ROLLOUTS = {"ours": 1.0, "copy": 1.0, "pickle": 1.0, "lists": 0.2, "ray": 0.03}  # share of `num_rollouts`
+SHARE = {"ours": 1.0, "copy": 1.0, "pickle": 1.0, "lists": 0.2, "ray": 0.03}  # of the rollouts; some ways are slow
 
 
 class ListRollout(msgspec.Struct, array_like=True):
@@ -79,7 +81,7 @@ def make_rollouts(length: int, count: int) -> list[Rollout]:
 
 def receive_ours(pipe: Pipe, count: int) -> None:
     async def main() -> None:
-        welcome = bytes(wire.pack(wire.GeneratorWelcome(window_rollouts=1024, window_bytes=64 << 20))[0])
+        welcome = bytes(wire.pack(wire.GeneratorWelcome(window_rollouts=WINDOW_ROLLOUTS, window_bytes=WINDOW_BYTES))[0])
         listener = Listener(welcome=lambda name, payload: welcome)
         pipe.send(await listener.start())
         received, start = 0, 0.0
@@ -97,7 +99,7 @@ def receive_ours(pipe: Pipe, count: int) -> None:
             received += len(acks)
             if acks:
                 await listener.send("generator-0", wire.pack(wire.Acks(acks=acks)))
-        pipe.send(time.perf_counter() - start)
+        pipe.send((time.perf_counter() - start, time.process_time()))
         try:
             while (await listener.receive()).kind != "left":
                 pass
@@ -115,7 +117,7 @@ def receive_plain(pipe: Pipe, count: int, take: Callable[[zmq.Socket[bytes]], An
         start = time.perf_counter()
         for _ in range(count - 1):
             take(socket)
-        pipe.send(time.perf_counter() - start)
+        pipe.send((time.perf_counter() - start, time.process_time()))
 
 
 def receive_copy(pipe: Pipe, count: int) -> None:
@@ -188,16 +190,19 @@ WAYS: dict[str, tuple[Callable[[str, list[Rollout]], None], Callable[[Pipe, int]
 }
 
 
-def measure(way: str, rollouts: list[Rollout]) -> float:
-    """Rollouts per second."""
-    send, receive = WAYS[way]
-    context = multiprocessing.get_context("spawn")
+def measure(way: str, rollouts: list[Rollout]) -> tuple[float, float]:
+    """Rollouts per second, and CPU microseconds per rollout of the busier process."""
+    context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=receive, args=(theirs, len(rollouts)))
+    process = context.Process(target=WAYS[way][1], args=(theirs, len(rollouts)))
     process.start()
     try:
-        send(ours.recv(), rollouts)
-        return (len(rollouts) - 1) / float(ours.recv())
+        address = ours.recv()
+        start = time.process_time()
+        WAYS[way][0](address, rollouts)
+        send_s = time.process_time() - start
+        seconds, receive_s = ours.recv()
+        return (len(rollouts) - 1) / seconds, 1e6 * max(send_s, receive_s) / len(rollouts)
     finally:
         process.join(30)
         process.kill()
@@ -239,17 +244,21 @@ def main() -> None:
         num_rollouts = min(20_000, 20_000_000 // length)
         rollouts = make_rollouts(length, num_rollouts)
         rates: dict[str, list[float]] = {}
+        costs: dict[str, list[float]] = {}
         for _ in range(options.rounds):
             for way in WAYS:
-                count = max(50, int(num_rollouts * NUM_ROLLOUTS[way]))
-                rates.setdefault(way, []).append(measure(way, rollouts[:count]))
+                count = max(100, int(num_rollouts * SHARE[way]))
+                rate, cost = measure(way, rollouts[:count])
+                rates.setdefault(way, []).append(rate)
+                costs.setdefault(way, []).append(cost)
             if not options.no_ray:
-                count = max(50, int(num_rollouts * NUM_ROLLOUTS["ray"]))
+                count = max(100, int(num_rollouts * SHARE["ray"]))
                 rates.setdefault("ray", []).append(measure_ray(rollouts[:count]))
         medians = {way: statistics.median(values) for way, values in rates.items()}
         numbers[str(length)] = {f"{way}_per_s": round(rate) for way, rate in medians.items()} | {
             f"ours_over_{way}": round(medians["ours"] / rate, 2) for way, rate in medians.items() if way != "ours"
         }
+        numbers[str(length)] |= {f"{way}_cpu_us": round(statistics.median(c), 1) for way, c in costs.items()}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     print(
         json.dumps(

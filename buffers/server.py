@@ -39,7 +39,7 @@ from streamrl.records import BufferStats, Failure, Prompt, Rollout, Wait
 from streamrl.transport import HEARTBEAT_S, PEER_TIMEOUT_S, CurveKeys, Listener, Message
 
 WINDOW_ROLLOUTS = 1024  # what one generator may have sent without an acknowledgement
-WINDOW_BYTES = 8 << 20  # or one rollout: enough to fill the link, little enough to stay in the cache
+WINDOW_BYTES = 16 << 20  # or one rollout: enough to fill the link, little enough to stay in the cache
 
 logger = logging.getLogger(__name__)
 
