@@ -88,7 +88,8 @@ class Generator:
 
     async def start(self) -> None:
         """Bring engine, tokenizer and reward processes up."""
-        await asyncio.gather(self._engine.start(), self._rewards.start())
+        # Rewards first: their processes must not inherit the engine's environment.
+        await asyncio.gather(self._rewards.start(), self._engine.start())
         from transformers import AutoTokenizer
 
         self._tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, self._model_path)

@@ -642,11 +642,13 @@ def test_a_killed_generator_takes_its_engine_with_it(setting: Setting) -> None:
     process = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline().strip() == "up"
     family = psutil.Process(process.pid).children(recursive=True)
-    assert family
+    (core,) = [p for p in family if p.name().startswith("VLLM::EngineCore")]
+    semaphores = [m.path for m in core.memory_maps() if "/dev/shm/sem." in m.path]
     process.kill()
     process.wait(10)
     _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
+    assert not semaphores, "they stay when their process is killed"
 
 
 # -- without an engine -----------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -35,6 +36,8 @@ def register() -> None:
     owner = int(os.environ.get(OWNER_VARIABLE, "0"))
     if owner and owner != os.getpid():
         _die_with(owner)
+        # tqdm would make a named semaphore, which stays in /dev/shm when this process is killed.
+        tqdm.set_lock(threading.RLock())
     if SHM_ENGINE not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(SHM_ENGINE, ShmWeightTransferEngine)
 
