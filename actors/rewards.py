@@ -12,6 +12,7 @@ for killed processes (ended by the kernel).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import struct
@@ -22,7 +23,7 @@ import msgspec
 
 from actors.reward_process import RewardAnswer, RewardRequest, RewardSetup
 from streamrl.config import Config
-from streamrl.errors import ClosedError, ConfigError, RewardError
+from streamrl.errors import ClosedError, ConfigError, RewardError, StreamrlError
 
 # Importing reasoning-gym takes a second alone, and many on a machine whose cores are taken.
 _START_TIMEOUT_S = 60.0
@@ -58,10 +59,13 @@ class _Process:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             )
         )
-        answer = await process.ask(_encode(setup), timeout_s=_START_TIMEOUT_S)
-        if answer.reason:
-            process.kill()
-            raise ConfigError(answer.detail)
+        try:
+            answer = await process.ask(_encode(setup), timeout_s=_START_TIMEOUT_S)
+            if answer.reason:
+                raise ConfigError(answer.detail)
+        except StreamrlError:
+            await process.close()
+            raise
         return process
 
     async def ask(self, request: bytes, *, timeout_s: float) -> RewardAnswer:
@@ -98,9 +102,13 @@ class _Process:
                 pass  # it ended just now
 
     async def close(self) -> None:
-        """Kill it and wait until the kernel has removed it."""
+        """Kill it, wait until the kernel has removed it, and close the pipes."""
         self.kill()
         await self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with contextlib.suppress(ConnectionError):  # the other end is gone, as it should be
+            await self._process.stdin.wait_closed()
 
     @property
     def alive(self) -> bool:
@@ -154,6 +162,7 @@ class RewardWorker:
         process = await self._slots.get()
         try:
             if not process.alive:
+                await process.close()
                 self._processes.discard(process)
                 process = await self._start_process()
             answer = await process.ask(request, timeout_s=self._timeout_s)
