@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import pathlib
+import random
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from buffers import server as server_module
 from buffers.client import GeneratorClient, LearnerClient
 from buffers.server import BufferServer
 from buffers.shards import Shard
-from streamrl import transport
+from streamrl import transport, wire
 from streamrl.config import Config
 from streamrl.errors import ClosedError, DeadlineExceededError
 from streamrl.records import BufferStats, Failure
@@ -394,6 +395,33 @@ def test_a_learner_whose_link_broke_while_it_waited_asks_again_by_itself(tmp_pat
     run(main())
 
 
+def test_a_server_that_was_killed_between_two_ranks_gives_the_second_one_the_rest_of_the_same_batch(
+    tmp_path: pathlib.Path,
+) -> None:
+    async def main() -> None:
+        config = small_config(buffer={"journal": "async"}, learner={"ranks": 2})
+        first = BufferServer(config, CountingSource(), journal_path=tmp_path, **FAST)
+        address = await first.start()
+        task = asyncio.create_task(first.run())
+        async with (
+            generator(address) as client,
+            learner(address, 0, 2) as rank_0,
+            learner(address, 1, 2) as rank_1,
+        ):
+            worker = asyncio.create_task(StandInGenerator(client, concurrency=64).run())
+            early = await sample(rank_0, 0)
+            await kill(first, task)
+            async with serving(config, journal_path=tmp_path, bind=address):
+                late = await sample(rank_1, 0)
+            assert early is not None and late is not None
+            trained = [group.uid for shard in (early, late) for group in shard.groups]
+            assert len(trained) == len(set(trained)) == 4
+            assert (early.num_tokens, early.num_groups) == (late.num_tokens, late.num_groups)
+            worker.cancel()
+
+    run(main())
+
+
 def test_a_failed_member_is_generated_again_by_itself() -> None:
     """T41: at n = 4 one failure costs one member, not four."""
 
@@ -517,6 +545,31 @@ def test_t27_a_flood_of_rollouts_that_nobody_asked_for_is_refused_and_counted() 
             stats = await server.stats()
             assert stats.rejected_rollouts == {"unknown_uid": 3000} and stats.num_bytes == 0
             assert client.outcomes == {"rejected": 3000}
+
+    run(main())
+
+
+def test_whatever_a_peer_sends_the_server_goes_on_serving() -> None:
+    """Mutated, replayed and random messages over a real connection."""
+
+    async def main() -> None:
+        rng = random.Random(0)
+        async with serving(small_config()) as (server, address), generator(address, "mad") as mad:
+            good = [bytes(frame) for frame in wire.encode_rollout(make_rollout())]
+            for _ in range(2000):
+                frames = [bytearray(frame) for frame in good]
+                for _ in range(rng.randrange(3)):
+                    frame = rng.choice(frames)
+                    frame[rng.randrange(len(frame))] = rng.randrange(256)
+                if rng.random() < 0.2:
+                    frames = [bytearray(rng.randbytes(rng.randrange(60))) for _ in range(rng.randint(1, 5))]
+                await mad._connection.send([bytes(frame) for frame in frames])
+            async with generator(address) as client, learner(address) as trainer:
+                task = asyncio.create_task(StandInGenerator(client).run())
+                assert await sample(trainer, 0) is not None
+                rejected = (await server.stats()).rejected_rollouts
+                assert sum(rejected.values()) >= 1900 and set(rejected) == {"malformed", "unknown_uid"}
+                task.cancel()
 
     run(main())
 
