@@ -1,10 +1,9 @@
 """The model a run starts from: whatever `model.path` names becomes a folder with weights, config and tokenizer.
 
-`base` is made here, offline: a small Llama with a character tokenizer, warm-started by supervised learning on the run's
-own training examples (never on held-out ones). A GGUF file is converted once. Both are kept in the cache under a hash
-of everything that matters to them, and appear there by one rename, so that a killed run leaves no half model.
-Deterministic by `run.seed` for one machine and thread count. Never imports vllm; torch and transformers only when a
-model has to be made.
+`base` is made offline from the run's own training examples, never from held-out ones (warm_up.py). A GGUF file is
+converted once. Both are kept in the cache under a hash of everything that matters to them, and appear there by one
+rename, so that a killed run leaves no half model. Never imports vllm; torch and transformers only when a model has to
+be made.
 
 Waits: `prepare_model` for another run that makes the same model (its process ends the wait, dead or done;
 _LOCK_TIMEOUT_S), and for the hub (huggingface_hub's own time limits).
@@ -12,32 +11,22 @@ _LOCK_TIMEOUT_S), and for the hub (huggingface_hub's own time limits).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
-
-import msgspec
+from collections.abc import Callable
+from typing import Any, Literal
 
 from streamrl.config import Config
 from streamrl.errors import ConfigError, DeadlineExceededError
-from streamrl.examples import Example, load_examples
+from streamrl.examples import load_examples
+from streamrl.warm_up import Progress, base_model_key, make_base_model
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedTokenizerFast
-
-Progress = Callable[[str, int, int], None]
-"""`progress(what, done, total)`: called often while a model is made."""
-
-_FORMAT = 1  # raise it when the same settings must give another model
 _LOCK_TIMEOUT_S = 900.0
-_MAX_POSITIONS = 4096  # rotary positions cost nothing, so the cached model serves any model.max_length up to here
-_ASCII = [chr(code) for code in range(32, 127)]
-_PAD, _BOS, _EOS, _UNKNOWN = "<pad>", "<bos>", "<eos>", "<unk>"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
@@ -94,7 +83,8 @@ def prepare_model(config: Config, *, progress: Progress | None = None) -> str:
         raise ConfigError(
             f"model.path (base): data.task={config.data.task} gives no answers to learn from. Name a model."
         )
-    return _cached(config, "base", _base_key(config, examples), lambda out: _make_base(config, examples, out, report))
+    key = base_model_key(config, examples)
+    return _cached(config, "base", key, lambda out: _save(*make_base_model(config, examples, report), out))
 
 
 # -- cache --
@@ -129,129 +119,12 @@ def _cached(config: Config, kind: str, key: str, make: Callable[[pathlib.Path], 
     return str(final)
 
 
-def _base_key(config: Config, examples: Sequence[Example]) -> str:
-    digest = hashlib.sha256()
-    digest.update(msgspec.json.encode([_FORMAT, config.run.seed, config.model.warm_up, _max_positions(config)]))
-    for example in examples:
-        digest.update(msgspec.json.encode([example.text, example.answer]))
-    return digest.hexdigest()
+def _save(model: Any, tokenizer: Any, out: pathlib.Path) -> None:
+    from transformers.utils import logging
 
-
-def _max_positions(config: Config) -> int:
-    return max(config.model.max_length, _MAX_POSITIONS)
-
-
-# -- the base model --
-
-
-def _make_base(config: Config, examples: Sequence[Example], out: pathlib.Path, report: Progress) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    characters = sorted({*_ASCII, *"".join(f"{e.text}{e.answer}" for e in examples)})
-    tokenizer = make_character_tokenizer(characters)
-    warm_up = config.model.warm_up
-    with torch.random.fork_rng():
-        torch.manual_seed(config.run.seed)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=len(tokenizer),
-                hidden_size=warm_up.hidden_size,
-                intermediate_size=4 * warm_up.hidden_size,
-                num_hidden_layers=warm_up.num_layers,
-                num_attention_heads=warm_up.num_heads,
-                max_position_embeddings=_max_positions(config),
-                tie_word_embeddings=False,
-                bos_token_id=tokenizer.bos_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-        )
-        _warm_up(config, model, tokenizer, examples, report)
+    logging.disable_progress_bar()  # it would break the caller's
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-
-
-def make_character_tokenizer(characters: Sequence[str]) -> PreTrainedTokenizerFast:
-    """One token a character, `<bos>` in front of a text, `<unk>` for what is not in `characters`."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {token: index for index, token in enumerate([_PAD, _BOS, _EOS, _UNKNOWN, *characters])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{_BOS} $A", special_tokens=[(_BOS, vocabulary[_BOS])]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=_BOS,
-        eos_token=_EOS,
-        pad_token=_PAD,
-        unk_token=_UNKNOWN,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def _warm_up(
-    config: Config, model: Any, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example], report: Progress
-) -> None:
-    """Supervised learning of answer and end of sequence given the prompt; the learning rate rises, then falls to 0."""
-    import torch
-
-    warm_up = config.model.warm_up
-    prompts = tokenizer([e.text for e in examples])["input_ids"]
-    answers = tokenizer([e.answer for e in examples], add_special_tokens=False)["input_ids"]
-    pairs = [
-        (prompt, answer)
-        for prompt, answer in zip(prompts, answers, strict=True)
-        if len(prompt) + len(answer) < config.model.max_length
-    ]
-    if not pairs:
-        raise ConfigError(
-            f"model.max_length ({config.model.max_length}): no training example with its answer fits. Set it higher."
-        )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=warm_up.lr, betas=(0.9, 0.95), weight_decay=0.01)
-    ramp = max(warm_up.steps // 10, 1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / ramp, (warm_up.steps - step) / max(warm_up.steps - ramp, 1))
-    )
-    generator = torch.Generator().manual_seed(config.run.seed)
-    model.train()
-    for step in range(warm_up.steps):
-        report("warm-up of the base model", step, warm_up.steps)
-        chosen = torch.randint(len(pairs), (warm_up.batch_size,), generator=generator).tolist()
-        wrong = (torch.rand(warm_up.batch_size, generator=generator) < warm_up.wrong_share).tolist()
-        batch = [
-            (prompt, [*(reversed(answer) if turn else answer), tokenizer.eos_token_id])
-            for (prompt, answer), turn in zip((pairs[i] for i in chosen), wrong, strict=True)
-        ]
-        input_ids, labels = _pad(batch, tokenizer.pad_token_id)
-        loss = model(input_ids=input_ids, labels=labels).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    report("warm-up of the base model", warm_up.steps, warm_up.steps)
-
-
-def _pad(pairs: Sequence[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input ids [N, T] and labels [N, T], -100 outside the answers.
-
-    Padded on the right, where causal attention of a real token never looks, so no attention mask is needed.
-    """
-    import torch
-
-    width = max(len(prompt) + len(answer) for prompt, answer in pairs)
-    input_ids = torch.full((len(pairs), width), pad)
-    labels = torch.full((len(pairs), width), -100)
-    for row, (prompt, answer) in enumerate(pairs):
-        end = len(prompt) + len(answer)
-        input_ids[row, :end] = torch.tensor(prompt + answer)
-        labels[row, len(prompt) : end] = torch.tensor(answer)
-    return input_ids, labels
 
 
 # -- models of others --
@@ -265,21 +138,27 @@ def _convert_gguf(config: Config, path: pathlib.Path, out: pathlib.Path, report:
         raise ConfigError(f"model.path ({path}): reading GGUF needs the package gguf. Run: pip install gguf.") from None
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    report("conversion of the GGUF file", 0, 3)
+    what = "conversion of the GGUF file"
     try:
+        report(what, 0, 3)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        report("conversion of the GGUF file", 1, 3)
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    except (OSError, ValueError, KeyError, NotImplementedError) as error:
+        settings = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        report(what, 1, 3)
+        # Not from_pretrained: it would keep the weights quantised, which the learner cannot train.
+        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+        with contextlib.redirect_stderr(io.StringIO()):  # its progress bar would break the caller's
+            tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+        unfilled = set(model.state_dict()) - set(tensors) - set(model.all_tied_weights_keys)
+        if unfilled:
+            raise ValueError(f"it has no weights for {', '.join(sorted(unfilled)[:3])}")
+        model.load_state_dict(tensors, strict=False)
+    except (OSError, ValueError, KeyError, IndexError, NotImplementedError) as error:
         raise ConfigError(f"model.path ({path}): transformers cannot read this GGUF file: {error}.") from None
-    report("conversion of the GGUF file", 2, 3)
-    settings = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
-    dense = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
-    dense.load_state_dict(model.state_dict())
-    dense.to(getattr(torch, config.model.dtype)).save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    report("conversion of the GGUF file", 3, 3)
+    report(what, 2, 3)
+    _save(model.to(getattr(torch, config.model.dtype)), tokenizer, out)
+    report(what, 3, 3)
 
 
 def _fetch(name: str) -> str:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from actors.prompts import PromptSource, load_eval_prompts, make_prompt_source
-from streamrl.base_model import make_character_tokenizer
 from streamrl.config import Config, config_from_tree
 from streamrl.errors import ConfigError
 from streamrl.examples import Example
 from streamrl.records import Prompt
+from streamrl.warm_up import make_character_tokenizer
 
 TOKENIZER: Any = make_character_tokenizer([chr(code) for code in range(32, 127)])
 
