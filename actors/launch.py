@@ -27,7 +27,7 @@ from actors.controller import Controller, Outcome
 from actors.live_view import LiveView, show_progress
 from streamrl.config import Config
 from streamrl.errors import ConfigError, DeadlineExceededError, ProcessDiedError, StreamrlError
-from streamrl.run_directory import LOGS_DIR
+from streamrl.run_directory import JOURNAL_DIR, LOGS_DIR
 from streamrl.tracking import RunEnd, Tracker
 
 MLFLOW_LIMIT_S = 5.0  # to deliver the last metrics; what is left stays in the run directory for `streamrl deliver`
@@ -104,7 +104,7 @@ class RayProcess:
             ray.kill(self._actor, no_restart=True)
 
 
-def make_buffer_server(config: Config, model_path: str) -> Any:
+def make_buffer_server(config: Config, model_path: str, journal_path: pathlib.Path | None) -> Any:
     """Build the buffer process's class inside that process."""
     from transformers import AutoTokenizer
 
@@ -112,7 +112,7 @@ def make_buffer_server(config: Config, model_path: str) -> Any:
     from buffers.server import BufferServer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    return BufferServer(config, make_prompt_source(config, tokenizer))
+    return BufferServer(config, make_prompt_source(config, tokenizer), journal_path=journal_path)
 
 
 class Processes:
@@ -123,8 +123,12 @@ class Processes:
         self._logs = run_dir / LOGS_DIR
         master = f"127.0.0.1:{_free_port()}"
         ranks = config.learner.ranks
+        journal_path = None if config.buffer.journal == "off" else run_dir / JOURNAL_DIR
         self.buffer = self._spawn(
-            "buffer", "actors.launch:make_buffer_server", {"config": config, "model_path": model_path}, threads=1
+            "buffer",
+            "actors.launch:make_buffer_server",
+            {"config": config, "model_path": model_path, "journal_path": journal_path},
+            threads=1,
         )
         self.learners = [
             self._spawn(

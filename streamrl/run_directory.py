@@ -29,6 +29,7 @@ STATUS_FILE = "status.json"  # the newest RunView, replaced while the run goes o
 DELIVERY_FILE = "mlflow.json"  # how far MLflow has got
 PLOT_FILE = "plot.png"
 LOCK_FILE = ".lock"  # locked by the driver while the run lives
+JOURNAL_DIR = "journal"  # of the buffer, with buffer.journal
 LOGS_DIR = "logs"
 
 
