@@ -7,6 +7,7 @@ held-out prompt text occurs in training. Nothing here waits.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 from collections.abc import Sequence
@@ -88,7 +89,7 @@ class PromptSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the source stands; plain data."""
-        return {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint()}
+        return {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken.
@@ -96,7 +97,7 @@ class PromptSource:
         Raises:
             ConfigError: the data or its order is not that of the saved source, so positions mean other prompts.
         """
-        if state["fingerprint"] != self._fingerprint():
+        if state["fingerprint"] != self._fingerprint:
             raise ConfigError(
                 "data: not the prompts that the checkpoint was made with, so it cannot continue where that run stood. "
                 "Restore run.seed, the data settings and the files of the saved run, or start a new run."
@@ -109,6 +110,7 @@ class PromptSource:
             return np.arange(len(self), dtype=np.int64)
         return np.random.default_rng((self._seed, epoch)).permutation(len(self))
 
+    @functools.cached_property
     def _fingerprint(self) -> str:
         digest = hashlib.sha256(f"{self._seed}/{self._shuffle}/{len(self)}".encode())
         for example in self._examples:

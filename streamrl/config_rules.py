@@ -167,6 +167,21 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         f"({m.warm_up.num_heads}).",
     )
     yield (
+        m.path == "base" and m.warm_up.hidden_size // m.warm_up.num_heads not in (32, 64, 96, 128, 256),
+        f"model.warm_up.num_heads ({m.warm_up.num_heads}): model.warm_up.hidden_size ({m.warm_up.hidden_size}) over it "
+        "is the width of a head, and vLLM's attention knows 32, 64, 96, 128 and 256. "
+        f"Set model.warm_up.num_heads={max(m.warm_up.hidden_size // 32, 1)}, or a hidden_size that is a multiple of 32.",
+    )
+    yield (
+        m.path == "base" and d.chat,
+        "data.chat (true): model.path=base has no chat template. Set data.chat=false, or name a chat model.",
+    )
+    yield (
+        d.source == "reasoning_gym" and bool(d.path or d.eval_path),
+        f"data.path ({d.path or d.eval_path}): data.source=reasoning_gym reads no file. Set data.source=jsonl or "
+        "data.source=parquet, or leave data.path and data.eval_path empty.",
+    )
+    yield (
         d.source != "reasoning_gym" and not d.path,
         f"data.path (empty): data.source={d.source} needs a file. Set data.path=FILE.",
     )
