@@ -81,7 +81,7 @@ class ModelConfig(_Section, frozen=True):
 class DataConfig(_Section, frozen=True):
     source: Literal["reasoning_gym", "jsonl", "parquet"] = "reasoning_gym"
     """Where prompts come from."""
-    task: str = "chain_sum"
+    task: str = "basic_arithmetic"
     """reasoning-gym task name."""
     task_args: dict[str, Any] = {}
     """Arguments of the task, as reasoning-gym names them."""

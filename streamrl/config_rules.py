@@ -170,7 +170,7 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         m.path == "base" and m.warm_up.hidden_size // m.warm_up.num_heads not in (32, 64, 96, 128, 256),
         f"model.warm_up.num_heads ({m.warm_up.num_heads}): model.warm_up.hidden_size ({m.warm_up.hidden_size}) over it "
         "is the width of a head, and vLLM's attention knows 32, 64, 96, 128 and 256. "
-        f"Set model.warm_up.num_heads={max(m.warm_up.hidden_size // 32, 1)}, or a hidden_size that is a multiple of 32.",
+        f"Set model.warm_up.num_heads={max(m.warm_up.hidden_size // 32, 1)}, with a hidden_size that 32 divides.",
     )
     yield (
         m.path == "base" and d.chat,
