@@ -10,12 +10,15 @@ Waits: `proven` for the probe of a pending label; `prove` or `refute` ends it, `
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
 
 from streamrl.errors import ClosedError
+
+_REMEMBERED = 4096  # labels; no rollout lives through so many updates
 
 
 class LoadedVersion(msgspec.Struct, frozen=True, order=True):
@@ -37,6 +40,7 @@ class VersionGate:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
+        self._loads = itertools.count()
         self.label = ""
         """The label of the weights in the engine, proven or not; empty before the first load."""
         self.proven_version: LoadedVersion | None = None
@@ -44,9 +48,11 @@ class VersionGate:
 
     def begin(self, incarnation: int, policy_version: int) -> str:
         """A new pending label for weights that are about to be loaded; it becomes `label` by `loaded`."""
-        version = LoadedVersion(incarnation, policy_version, len(self._entries))
+        version = LoadedVersion(incarnation, policy_version, next(self._loads))
         label = f"{incarnation}.{policy_version}.{version.load}"
         self._entries[label] = _Entry(version, asyncio.get_running_loop().create_future())
+        if len(self._entries) > _REMEMBERED:
+            del self._entries[next(iter(self._entries))]
         return label
 
     def loaded(self, label: str) -> None:
