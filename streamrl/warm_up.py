@@ -1,14 +1,15 @@
 """The base model made offline: a small Llama with a character tokenizer, taught the run's own task for a moment.
 
 Supervised learning on training examples gives RL something to improve; `model.warm_up.wrong_share` of the
-demonstrations are wrong, so that there is something to unlearn as well. Deterministic by `run.seed` for one machine and
-thread count. Imports torch and transformers only when called. Nothing here waits.
+demonstrations are wrong, so that there is something to unlearn as well. Deterministic by `run.seed` on one kind of CPU,
+whatever the number of its cores. Imports torch and transformers only when called. Nothing here waits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -52,7 +53,7 @@ def make_base_model(
 
     tokenizer = make_character_tokenizer(sorted({*_ASCII, *"".join(f"{e.text}{e.answer}" for e in examples)}))
     warm_up = config.model.warm_up
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), _one_thread():
         torch.manual_seed(config.run.seed)
         model = LlamaForCausalLM(
             LlamaConfig(
@@ -70,6 +71,22 @@ def make_base_model(
         )
         _warm_up(config, model, tokenizer, examples, report)
     return model, tokenizer
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """So that the sums, and the weights, do not depend on the number of cores.
+
+    It costs little: with tensors this small, two threads mostly wait for each other, and burn both cores at it.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _max_positions(config: Config) -> int:
