@@ -29,6 +29,7 @@ from streamrl.config import Config
 from streamrl.errors import ConfigError, DeadlineExceededError, ProcessDiedError, StreamrlError
 from streamrl.run_directory import JOURNAL_DIR, LOGS_DIR
 from streamrl.tracking import RunEnd, Tracker
+from streamrl.transport import CurveKeys
 
 MLFLOW_LIMIT_S = 5.0  # to deliver the last metrics; what is left stays in the run directory for `streamrl deliver`
 OBJECT_STORE_BYTES = 100 * 1024 * 1024  # only control messages pass through Ray; rollouts and weights do not
@@ -104,7 +105,9 @@ class RayProcess:
             ray.kill(self._actor, no_restart=True)
 
 
-def make_buffer_server(config: Config, model_path: str, journal_path: pathlib.Path | None) -> Any:
+def make_buffer_server(
+    config: Config, model_path: str, journal_path: pathlib.Path | None, curve: CurveKeys | None
+) -> Any:
     """Build the buffer process's class inside that process."""
     from transformers import AutoTokenizer
 
@@ -112,7 +115,7 @@ def make_buffer_server(config: Config, model_path: str, journal_path: pathlib.Pa
     from buffers.server import BufferServer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    return BufferServer(config, make_prompt_source(config, tokenizer), journal_path=journal_path)
+    return BufferServer(config, make_prompt_source(config, tokenizer), journal_path=journal_path, curve=curve)
 
 
 class Processes:
@@ -123,11 +126,13 @@ class Processes:
         self._logs = run_dir / LOGS_DIR
         master = f"127.0.0.1:{_free_port()}"
         ranks = config.learner.ranks
+        # Ray's calls carry the keys, so who may call the run's actors may join the run, and nobody else.
+        curve = None if config.network.is_loopback else CurveKeys.make()
         journal_path = None if config.buffer.journal == "off" else run_dir / JOURNAL_DIR
         self.buffer = self._spawn(
             "buffer",
             "actors.launch:make_buffer_server",
-            {"config": config, "model_path": model_path, "journal_path": journal_path},
+            {"config": config, "model_path": model_path, "journal_path": journal_path, "curve": curve},
             threads=1,
         )
         self.learners = [
@@ -142,6 +147,7 @@ class Processes:
                     "model_path": model_path,
                     "master": master,
                     "run_name": segment_name(run_dir),
+                    "curve": curve,
                 },
                 threads=config.learner.threads,
                 gpus=config.learner.gpus,
@@ -152,7 +158,7 @@ class Processes:
             self._spawn(
                 f"generator-{index}",
                 "actors.generator:Generator",
-                {"config": config, "index": index, "model_path": model_path},
+                {"config": config, "index": index, "model_path": model_path, "curve": curve},
                 threads=config.generator.threads,
                 gpus=config.generator.gpus,
             )
@@ -310,8 +316,10 @@ class _Terminated(KeyboardInterrupt):
 
 
 def _first_sentence(error: Exception) -> str:
-    """Ray explains a death in a page; what the user needs is the line about the worker's exit."""
+    """Ray explains a death in a page; what the user needs is one line of it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if "creation task" in str(error):  # the class's own error, at the end of its traceback
+        return f"{lines[-1]} (while starting)."
     for line in lines:
         if "exit detail" in line or "memory" in line.lower():
             return line.split(". ")[0].rstrip(".") + "."
