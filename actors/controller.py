@@ -266,6 +266,7 @@ class Controller:
             "buffer/inserted": float(stats.inserted_rollouts),
             "buffer/issued": float(stats.issued),
             "buffer/trained": float(stats.trained),
+            "buffer/refused_peers": float(stats.refused_peers),
             **{f"buffer/discarded/{reason}": float(count) for reason, count in stats.discarded.items()},
         }
         return metrics

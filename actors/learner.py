@@ -89,6 +89,7 @@ class Learner:
         self._master = master
         self._run_name = run_name
         self._curve = curve
+        self._publisher: WeightPublisher | None = None
         self._name = f"learner-{rank}"
 
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train")
@@ -153,6 +154,7 @@ class Learner:
             busy_s=self._busy_s + (now - self._phase_since if working else 0.0),
             uptime_s=now - self._first_wait_at if self._first_wait_at is not None else 0.0,
             trained_tokens=self._trained_tokens,
+            refused_peers=0 if self._publisher is None else self._publisher.num_refused,
             wait=self._wait,
         )
 
@@ -213,6 +215,7 @@ class Learner:
             named_parameters=dict(self._policy.named_parameters()),
             probe=self._probe,
             dtype=getattr(torch, config.model.dtype),
+            bind=config.network.bind,
             curve=self._curve,
         )
         address = self._publisher.start()
@@ -315,6 +318,7 @@ class Learner:
         self._warned = bool(warning)
 
     def _publish(self) -> None:
+        assert self._publisher is not None, "start comes first"
         self._publisher.publish(self._version, self._policy.probe_log_probs(self._probe.sequences))
         self._published = self._version
 
@@ -344,6 +348,5 @@ class Learner:
             dist.destroy_process_group()
 
     def _release_channel(self) -> None:
-        publisher = getattr(self, "_publisher", None)
-        if publisher is not None:
-            publisher.close()
+        if self._publisher is not None:
+            self._publisher.close()

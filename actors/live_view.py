@@ -218,6 +218,9 @@ def render(s: Snapshot, *, unicode: bool = True) -> RenderableType:
         )
     if s.buffer.issued:
         facts.add_row("ledger", ledger_line(s.buffer))
+    strangers = s.buffer.refused_peers + (s.learner.refused_peers if s.learner is not None else 0)
+    if strangers:
+        facts.add_row("refused", Text(f"{strangers} connections of strangers", style="yellow"))
     if s.run_url:
         facts.add_row("mlflow", s.run_url)
     parts: list[RenderableType] = [facts]

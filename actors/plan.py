@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import shutil
+import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,9 +61,11 @@ def make_plan(config: Config, run_dir: pathlib.Path, *, quick: bool = False) -> 
     `quick` only draws a few prompts of a reasoning-gym task, to see that it can be done; files are read whole.
 
     Raises:
-        ConfigError: missing or empty data, no model, a port in use, more GPUs asked for than there are.
+        ConfigError: missing or empty data, no model, a port in use, an address that is not this machine's, more GPUs
+            asked for than there are.
     """
     c = config
+    _check_host(c.network.host)
     kind = model_kind(c)
     if c.tracking.mlflow_ui:
         check_port_free(c.tracking.mlflow_ui_port)
@@ -195,6 +198,17 @@ def _check_data(c: Config, *, quick: bool) -> tuple[str, int]:
     sets = load_examples(c)
     found = f"{len(sets.train):,} training prompts from {c.data.size:,} draws, {len(sets.held_out):,} held out"
     return f"reasoning-gym {c.data.task}: {found}", len(sets.train)
+
+
+def _check_host(host: str) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise ConfigError(
+                f"network.host ({host}): no socket can listen there: {error.strerror}. Set it to an address of this "
+                "machine, as `hostname -I` lists them, or to 127.0.0.1."
+            ) from None
 
 
 # -- GPUs --

@@ -33,7 +33,7 @@ from buffers.desk import ShardDesk
 from buffers.leases import SOMEBODY_ELSE, LeaseBook, note_of
 from buffers.replay import ReplayBuffer
 from streamrl import wire
-from streamrl.config import Config
+from streamrl.config import BufferConfig, Config, check_config
 from streamrl.errors import ClosedError, ConfigError
 from streamrl.records import BufferStats, Failure, Prompt, Rollout, Wait
 from streamrl.transport import HEARTBEAT_S, PEER_TIMEOUT_S, CurveKeys, Listener, Message
@@ -89,7 +89,8 @@ class BufferServer:
 
     Args:
         source: where prompts come from; the server owns it.
-        bind: address to listen on; another than loopback needs `curve`.
+        bind: address to listen on, if it is not a free port of config.network.host.
+        curve: the run's keys; needed unless the address is a loopback one.
         journal_path: folder of the journal, needed unless buffer.journal is `off`. If a server before this one left its
             journal there, this one goes on where that was: `source` must be at the start of the data.
         peer_timeout_s: silence after which a generator's members are leased to others.
@@ -100,7 +101,7 @@ class BufferServer:
         config: Config,
         source: PromptSource,
         *,
-        bind: str = "tcp://127.0.0.1:0",
+        bind: str = "",
         curve: CurveKeys | None = None,
         journal_path: str | pathlib.Path | None = None,
         heartbeat_s: float = HEARTBEAT_S,
@@ -128,13 +129,18 @@ class BufferServer:
             exhausted=lambda: source.exhausted,
         )
         self._listener = Listener(
-            bind=bind, curve=curve, welcome=self._welcome, heartbeat_s=heartbeat_s, peer_timeout_s=peer_timeout_s
+            bind=bind or config.network.bind,
+            curve=curve,
+            welcome=self._welcome,
+            heartbeat_s=heartbeat_s,
+            peer_timeout_s=peer_timeout_s,
         )
         self._peer_timeout_s = peer_timeout_s
         self._generators: dict[str, _Generator] = {}
         self._ranks: dict[str, int] = {}  # peer -> rank
         self._arrived: list[tuple[_Generator, wire.RolloutMessage, list[wire.Array]]] = []
         self._malformed: collections.Counter[str] = collections.Counter()  # by peer
+        self._pause: asyncio.Timeout | None = None  # of `run`, while it waits
         self._ended: str | None = None
 
     async def start(self) -> str:
@@ -157,13 +163,17 @@ class BufferServer:
                     absent_at = None
                     await self._leave(SOMEBODY_ELSE, "the server was restarted")
             else:
+                self._pause = asyncio.timeout(wait_s)
+                messages: list[Message] = []
                 try:
-                    async with asyncio.timeout(wait_s):
+                    async with self._pause:
                         messages = await self._listener.receive_all()
                 except TimeoutError:
-                    continue
+                    pass  # a deadline has come, or was moved by `reconfigure`
                 except ClosedError:
                     return
+                finally:
+                    self._pause = None
                 if self._ended is not None:
                     return
                 for message in messages:
@@ -180,7 +190,35 @@ class BufferServer:
         malformed = sum(self._malformed.values()) + self._listener.num_malformed
         if malformed:
             rejected["malformed"] = rejected.get("malformed", 0) + malformed
-        return msgspec.structs.replace(stats, rejected_rollouts=rejected, waits=self._waits(stats))
+        return msgspec.structs.replace(
+            stats,
+            rejected_rollouts=rejected,
+            refused_peers=self._listener.num_refused,
+            waits=self._waits(stats),
+        )
+
+    async def reconfigure(self, settings: BufferConfig) -> list[str]:
+        """Change the `buffer` section while it runs, all but the journal. What follows from that happens at once.
+
+        Returns the uids that a smaller max_staleness discarded; their members are cancelled.
+
+        Raises:
+            ConfigError: the settings contradict the others of the run, or change the journal; nothing was changed.
+            ClosedError: the run has ended.
+        """
+        config = msgspec.structs.replace(self._config, buffer=settings)
+        check_config(config)
+        if settings.journal != self._config.buffer.journal:
+            raise ConfigError(
+                f"buffer.journal ({settings.journal}): cannot be changed while the run goes on, which began with "
+                f"{self._config.buffer.journal}. Leave it as it is."
+            )
+        discarded = self.buffer.reconfigure(settings)
+        self._config = config
+        await self._close_groups(discarded)
+        if self._pause is not None and not self._pause.expired():
+            self._pause.reschedule(0.0)  # there may be room, a batch, or a nearer deadline now
+        return discarded
 
     async def stop(self, *, reason: str, final_version: int) -> BufferStats:
         """End the run: undo the use of a batch that the learner did not finish (`final_version` is its last version),

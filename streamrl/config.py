@@ -7,6 +7,7 @@ is a `ConfigError` that names the path, the value, the rule and the remedy.
 
 from __future__ import annotations
 
+import ipaddress
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
@@ -283,6 +284,21 @@ class TrackingConfig(_Section, frozen=True):
     """Live terminal view when the output is a terminal, else one line a step."""
 
 
+class NetworkConfig(_Section, frozen=True):
+    host: str = "127.0.0.1"
+    """IPv4 address of this machine on which the buffer and the learner listen. On any but a loopback address, peers are
+    let in only with CURVE keys that are made for this run and handed out through Ray."""
+
+    @property
+    def is_loopback(self) -> bool:
+        return ipaddress.IPv4Address(self.host).is_loopback
+
+    @property
+    def bind(self) -> str:
+        """Address of a socket on a free port."""
+        return f"tcp://{self.host}:0"
+
+
 class RayConfig(_Section, frozen=True):
     address: str = ""
     """Address of a running Ray cluster; empty starts one on this machine for this run."""
@@ -302,6 +318,7 @@ class Config(_Section, frozen=True):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     eval: EvalConfig = EvalConfig()
     tracking: TrackingConfig = TrackingConfig()
+    network: NetworkConfig = NetworkConfig()
     ray: RayConfig = RayConfig()
 
     @property

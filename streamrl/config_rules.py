@@ -6,6 +6,7 @@ the data, the model or the machine is refused where those are looked at.
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -200,9 +201,22 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         f"reward.function ({c.reward.function!r}): reward.kind=python needs `module:function`. "
         "Set reward.function=my_module:my_reward.",
     )
+    yield (
+        not _is_host(c.network.host),
+        f"network.host ({c.network.host}): must be the IPv4 address of one interface of this machine, because peers "
+        "are told to connect to it. Set network.host=127.0.0.1, or to an address that `hostname -I` lists.",
+    )
     remote = c.tracking.mlflow_uri.startswith(("http://", "https://"))
     yield (
         c.tracking.mlflow_ui and remote,
         f"tracking.mlflow_ui (true): tracking.mlflow_uri ({c.tracking.mlflow_uri}) is a server with a UI of its own. "
         "Leave out one of the two.",
     )
+
+
+def _is_host(text: str) -> bool:
+    try:
+        address = ipaddress.IPv4Address(text)
+    except ValueError:
+        return False
+    return not (address.is_unspecified or address.is_multicast)

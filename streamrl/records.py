@@ -201,6 +201,7 @@ class BufferStats(msgspec.Struct, frozen=True, kw_only=True):
     inserted_rollouts: int = 0
     duplicate_rollouts: int = 0
     rejected_rollouts: dict[str, int] = {}  # by reason: malformed, unknown uid, late
+    refused_peers: int = 0  # connections without the run's keys, of another version, or of another run
     failed_members: dict[str, int] = {}  # by reason
     num_bytes: int = 0
     oldest_group_s: float = 0.0
@@ -223,4 +224,5 @@ class LearnerStatus(msgspec.Struct, frozen=True, kw_only=True):
     busy_s: float = 0.0  # total seconds in train and publish
     uptime_s: float = 0.0  # seconds since the first wait for a batch
     trained_tokens: int = 0
+    refused_peers: int = 0  # connections to the weight channel, as in BufferStats
     wait: Wait | None = None

@@ -100,6 +100,7 @@ class Listener:
         if curve is None and not re.match(r"(ipc://|tcp://(127\.[\d.]+|localhost|\[::1\]):)", bind):
             raise ConfigError(f"bind ({bind}): reachable from other hosts, which needs CURVE keys. Pass curve=.")
         self._bind = bind
+        self._started = False
         self._pipe: Pipe | None = None
         self._curve = curve
         self._welcome = welcome
@@ -119,7 +120,11 @@ class Listener:
 
         Raises:
             ConfigError: the address is in use, or is not one of this host's.
+            RuntimeError: it was started before. A second socket would get some of the peers and serve none.
         """
+        if self._started:
+            raise RuntimeError(f"the listener on {self._bind} was started before; a second start would open another")
+        self._started = True
         pipe = await Pipe.listen(self._bind, curve=self._curve, max_frame_bytes=self._max_frame_bytes)
         self._pipe = pipe
         self._tasks = [self._inbox.fill(work) for work in (self._read(pipe), self._beat(), self._count_refused(pipe))]

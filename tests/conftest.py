@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -116,6 +117,15 @@ def still_running(family: list[psutil.Process]) -> list[str]:
 
 def shared_segments() -> set[str]:
     return {path.name for path in pathlib.Path("/dev/shm").glob("*streamrl*")}
+
+
+def own_address() -> str:
+    """An IPv4 address of this machine that other hosts could reach; skips the test where there is none."""
+    for addresses in psutil.net_if_addrs().values():
+        for address in addresses:
+            if address.family == socket.AF_INET and not address.address.startswith("127."):
+                return address.address
+    pytest.skip("this machine has a loopback interface only")
 
 
 @pytest.fixture(scope="session")

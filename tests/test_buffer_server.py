@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import stand_ins
+from conftest import own_address
 from stand_ins import CountingSource, StandInGenerator, make_rollout, small_config
 
 from buffers import server as server_module
@@ -24,8 +25,8 @@ from buffers.client import GeneratorClient, LearnerClient
 from buffers.server import BufferServer
 from buffers.shards import Shard
 from streamrl import transport, wire
-from streamrl.config import Config
-from streamrl.errors import ClosedError, DeadlineExceededError
+from streamrl.config import BufferConfig, Config
+from streamrl.errors import ClosedError, ConfigError, DeadlineExceededError
 from streamrl.records import BufferStats, Failure
 from streamrl.transport import CurveKeys
 
@@ -574,6 +575,15 @@ def test_whatever_a_peer_sends_the_server_goes_on_serving() -> None:
     run(main())
 
 
+def test_a_server_is_started_once() -> None:
+    async def main() -> None:
+        async with serving(small_config()) as (server, _):
+            with pytest.raises(RuntimeError, match="started before"):
+                await server.start()
+
+    run(main())
+
+
 def test_a_killed_generator_process_has_its_members_leased_to_others() -> None:
     async def main() -> None:
         async with serving(small_config()) as (server, address):
@@ -714,23 +724,116 @@ def test_a_version_below_the_buffers_and_a_rank_of_another_run_are_refused_with_
     run(main())
 
 
-def test_the_whole_stream_runs_under_curve_and_a_stranger_gets_nothing() -> None:
+@pytest.mark.parametrize("where", ["loopback", "network"])
+def test_the_whole_stream_runs_under_curve_and_a_stranger_gets_nothing(where: str) -> None:
+    host = "127.0.0.1" if where == "loopback" else own_address()
+
     async def main() -> None:
         keys = CurveKeys.make()
+        config = small_config(network={"host": host})
         async with (
-            serving(small_config(), curve=keys) as (server, address),
+            serving(config, curve=keys) as (server, address),
             generator(address, curve=keys) as client,
             learner(address, curve=keys) as trainer,
         ):
             task = asyncio.create_task(StandInGenerator(client).run())
             assert await sample(trainer, 0) is not None
-            stranger = GeneratorClient(address, name="stranger", curve=CurveKeys.make(), **FAST)
-            with pytest.raises(DeadlineExceededError, match="CURVE"):
-                await stranger.connect(timeout_s=0.3)
-            assert server._listener.num_refused > 0 and "stranger" not in server._generators
+            assert address.startswith(f"tcp://{host}:") and (await server.stats()).refused_peers == 0
+            for strange_keys in (CurveKeys.make(), None):
+                before = (await server.stats()).refused_peers
+                stranger = GeneratorClient(address, name="stranger", curve=strange_keys, **FAST)
+                with pytest.raises(DeadlineExceededError, match="CURVE"):
+                    await stranger.connect(timeout_s=0.3)
+                assert (await server.stats()).refused_peers > before and "stranger" not in server._generators
             task.cancel()
 
     run(main())
+
+
+def test_a_server_for_other_hosts_needs_keys() -> None:
+    with pytest.raises(ConfigError, match="needs CURVE keys"):
+        BufferServer(small_config(network={"host": "192.0.2.77"}), CountingSource())
+
+
+# -- settings that change while it runs --
+
+
+def test_a_setting_that_allows_a_batch_ends_the_wait_for_it() -> None:
+    async def main() -> None:
+        config = small_config(buffer={"min_size": 8})
+        async with serving(config) as (server, address), generator(address) as client, learner(address) as trainer:
+            await client.report_version(incarnation=0, policy_version=0)
+            await client.request(5 * 4)
+            for _ in range(5):
+                lease, _ = await client.next_lease()
+                for member, attempt in zip(lease.members, lease.attempts, strict=True):
+                    await client.send(make_rollout(lease.uid, member, attempt))
+            waiting = sample(trainer, 0)
+            await until(lambda: server.buffer.stats().buffered == 5)
+            await asyncio.sleep(0.1)
+            assert not waiting.done()
+            await server.reconfigure(BufferConfig(min_size=1))
+            shard = await asyncio.wait_for(waiting, 5)
+            assert shard is not None and len(shard.groups) == 4
+
+    run(main())
+
+
+def test_more_staleness_makes_room_at_once() -> None:
+    async def main() -> None:
+        async with serving(small_config()) as (server, address), generator(address) as client:
+            task = asyncio.create_task(StandInGenerator(client).run())
+            await until(lambda: server.buffer.stats().buffered == 12)
+            await server.reconfigure(BufferConfig(max_staleness=4))
+            await until(lambda: server.buffer.stats().buffered == 20)
+            task.cancel()
+
+    run(main())
+
+
+def test_a_nearer_deadline_counts_for_groups_that_are_in_flight_already() -> None:
+    async def main() -> None:
+        async with serving(small_config()) as (server, address), generator(address) as client:
+            await client.report_version(incarnation=0, policy_version=0)
+            await client.request(4)
+            lease, _ = await client.next_lease()
+            await asyncio.sleep(0.05)
+            await server.reconfigure(BufferConfig(max_staleness=2, group_deadline_s=0.2))
+            await server.reconfigure(BufferConfig(max_staleness=2, group_deadline_s=0.1))
+            assert await asyncio.wait_for(client.next_cancel(), 2) == lease.uid
+            assert (await server.stats()).discarded == {"straggler": 1}
+
+    run(main())
+
+
+def test_a_smaller_bound_cancels_what_can_no_longer_meet_it() -> None:
+    async def main() -> None:
+        async with serving(small_config()) as (server, address), generator(address) as client:
+            await client.report_version(incarnation=0, policy_version=0)
+            await client.request(4)
+            lease, _ = await client.next_lease()
+            await client.send(make_rollout(lease.uid, 0, version=0))
+            await until(lambda: client.unacknowledged == 0)
+            server.buffer.advance(2)
+            assert await server.reconfigure(BufferConfig(max_staleness=1)) == [lease.uid]
+            assert await asyncio.wait_for(client.next_cancel(), 2) == lease.uid
+
+    run(main())
+
+
+def test_settings_that_contradict_the_others_change_nothing() -> None:
+    async def main() -> None:
+        async with serving(small_config()) as (server, _):
+            with pytest.raises(ConfigError, match=r"buffer.journal \(async\): cannot be changed"):
+                await server.reconfigure(BufferConfig(journal="async"))
+            with pytest.raises(ConfigError, match=r"buffer.max_groups \(1\)"):
+                await server.reconfigure(BufferConfig(max_groups=1, max_staleness=9))
+            assert (await server.stats()).max_staleness == 2
+
+    run(main())
+
+
+# -- capacity --
 
 
 def test_the_size_limit_paces_generators_and_drops_nothing() -> None:

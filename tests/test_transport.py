@@ -302,6 +302,20 @@ def test_other_hosts_are_let_in_only_with_keys(bind: str) -> None:
     Listener(bind=bind, curve=CurveKeys.make())
 
 
+def test_a_listener_is_started_once() -> None:
+    async def main() -> None:
+        listener = Listener()
+        address = await listener.start()
+        with pytest.raises(RuntimeError, match="started before"):
+            await listener.start()
+        connection = Connection(address, name="a")
+        await connection.connect(timeout_s=5)
+        await connection.close()
+        await listener.close()
+
+    run(main())
+
+
 def test_an_address_in_use_is_refused_at_start_and_leaks_nothing() -> None:
     async def main() -> None:
         async with listening() as (_, address):

@@ -71,6 +71,7 @@ class WeightPublisher:
         named_parameters: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
         probe: ProbeSet,
         dtype: torch.dtype | None = None,
+        bind: str = "tcp://127.0.0.1:0",
         curve: CurveKeys | None = None,
     ) -> None:
         """Nothing is opened yet.
@@ -79,6 +80,7 @@ class WeightPublisher:
             run_name: names the segment; unique on this machine among the runs that live now.
             named_parameters: checkpoint name -> tensor or DTensor, the same on every rank; read at each `publish`.
             dtype: of the payload; None keeps each parameter's own.
+            bind: address for subscribers; another than loopback needs `curve`, the run's keys.
         """
         self._config = config
         self._run_name = run_name
@@ -88,6 +90,7 @@ class WeightPublisher:
         self._parameters = dict(named_parameters)
         self._probe = probe
         self._dtype = dtype
+        self._bind = bind
         self._curve = curve
         self._segment: SegmentWriter | None = None
         self._announcer: _Announcer | None = None
@@ -110,7 +113,7 @@ class WeightPublisher:
         if self._rank != 0:
             self._segment = SegmentWriter.attach(self._run_name, rank=self._rank)
             return ""
-        self._announcer = _Announcer(self._probe, self._curve)
+        self._announcer = _Announcer(self._probe, bind=self._bind, curve=self._curve)
         return self._announcer.address
 
     def publish(self, policy_version: int, probe_log_probs: list[float]) -> dict[str, float]:
@@ -151,6 +154,11 @@ class WeightPublisher:
         """What generators have answered since the last call; empty on ranks other than 0."""
         return [] if self._announcer is None else self._announcer.take_acks()
 
+    @property
+    def num_refused(self) -> int:
+        """Connections that were turned away, most of them strangers'; 0 on ranks other than 0."""
+        return 0 if self._announcer is None else self._announcer.num_refused
+
     def close(self) -> None:
         """Say goodbye to the subscribers and remove the segment; idempotent, bounded."""
         if self._announcer is not None:
@@ -170,10 +178,10 @@ class WeightPublisher:
 class _Announcer:
     """Rank 0's listener, in an event loop thread of its own."""
 
-    def __init__(self, probe: ProbeSet, curve: CurveKeys | None) -> None:
+    def __init__(self, probe: ProbeSet, *, bind: str, curve: CurveKeys | None) -> None:
         welcome = msgspec.msgpack.encode(probe)
         self._loop = asyncio.new_event_loop()
-        self._listener = Listener(curve=curve, welcome=lambda name, payload: welcome)
+        self._listener = Listener(bind=bind, curve=curve, welcome=lambda name, payload: welcome)
         self._peers: set[str] = set()
         self._current: list[Frame] = []
         self._acks: list[WeightAck] = []
@@ -181,6 +189,10 @@ class _Announcer:
         self._thread.start()
         self.address = self._call(self._listener.start())
         self._serving = asyncio.run_coroutine_threadsafe(self._serve(), self._loop)
+
+    @property
+    def num_refused(self) -> int:
+        return self._listener.num_refused
 
     def announce(self, update: WeightUpdate) -> None:
         self._call(self._announce(pack(update)))
