@@ -156,6 +156,24 @@ class FirstLoadWrong(SharedEngine):
         await self.engine.load(payload, label=label)
 
 
+class WatchedLoads(SharedEngine):
+    """Remembers which requests had tokens when weights were loaded, and how every request ended."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.had_tokens: set[str] = set()
+        self.ended: dict[str, str] = {}
+
+    async def generate(self, prompt_ids: Any, *, request_id: str, **settings: Any) -> Any:
+        completion = await self.engine.generate(prompt_ids, request_id=request_id, **settings)
+        self.ended[request_id] = completion.finish_reason
+        return completion
+
+    async def load(self, payload: dict[str, Any], *, label: str) -> None:
+        self.had_tokens |= {name for name, started in self.engine._requests.items() if started}
+        await self.engine.load(payload, label=label)
+
+
 def prompt_of(index: int) -> IntArray:
     return np.array([1, *(10 + (7 * index + i) % 80 for i in range(12))], dtype=np.int32)
 
@@ -449,6 +467,23 @@ def test_versions_move_under_running_requests_and_count_only_when_proven(setting
                 truth = s.reference.log_probs([*rollout.prompt_ids, *rollout.response_ids])
                 difference = np.abs(truth[len(rollout.prompt_ids) - 1 :].numpy() - rollout.old_log_probs).max()
                 assert difference < EXACT, "a prompt was read by old weights"
+            assert not s.failures
+
+    setting.run(scenario())
+
+
+def test_T36_a_new_version_ends_no_request_that_has_tokens(setting: Setting, scene: SceneMaker) -> None:
+    """Not while it is loaded, and not when its label is published either."""
+
+    async def scenario() -> None:
+        async with scene(kind=WatchedLoads) as s:
+            for _ in range(5):
+                await s.until_rollouts(8)
+                await s.until_reported(s.publish())
+            s.client.leasing = False
+            await s.client.until(lambda: s.client.credit == CONCURRENCY)
+            assert len(s.engine.had_tokens) >= 20
+            assert {s.engine.ended[name] for name in s.engine.had_tokens} <= {"stop", "length"}
             assert not s.failures
 
     setting.run(scenario())

@@ -6,7 +6,6 @@ The processes run the real server, clients, journal and sockets (tests/stand_ins
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import random
 import signal
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 import stand_ins
 
-NUM_KILLS = 100 if os.environ.get("STREAMRL_FULL_TESTS") else 8
+NUM_KILLS = 100
 
 
 class Fleet:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import tracemalloc
 
@@ -17,7 +16,7 @@ from streamrl import wire
 from streamrl.errors import WireError
 from streamrl.records import Failure, Lease, Rollout, RolloutGroup, RolloutTimings
 
-NUM_MUTATIONS = 100_000 if os.environ.get("STREAMRL_FULL_TESTS") else 5_000
+NUM_MUTATIONS = 100_000
 
 
 def same(a: Rollout, b: Rollout) -> bool:
