@@ -189,12 +189,14 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    from actors.audit import audit_run
+    from actors.audit import audit_run, length_table
 
-    findings = audit_run(_find_run(arguments.run))
-    for finding in findings:
+    audit = audit_run(_find_run(arguments.run))
+    for finding in audit.findings:
         print(finding)
-    return DONE if all(finding.ok for finding in findings) else FAILED
+    if audit.stats is not None and (lengths := length_table(audit.stats)):
+        print("", *lengths, sep="\n")
+    return DONE if audit.sound else FAILED
 
 
 def _deliver(arguments: argparse.Namespace) -> int:

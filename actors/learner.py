@@ -253,6 +253,8 @@ class Learner:
                             **record,
                             "learner/step_time_s": step_time,
                             "learner/tokens_per_s": shard.num_tokens / step_time,
+                            "learner/rollouts": float(shard.num_rollouts),
+                            "learner/response_tokens": float(shard.num_response_tokens),
                             "time/wait_for_batch": waited,
                             "time/train": trained,
                             "time/publish": published,
