@@ -93,6 +93,10 @@ class LaunchedRun:
         """Every process the run has started so far, however deep."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    def segments(self) -> list[str]:
+        """Shared memory of this run that is there now."""
+        return [path.name for path in pathlib.Path("/dev/shm").glob(f"*{self.run_dir.name}-{self.process.pid}-*")]
+
     def kill(self) -> None:
         if self.process.poll() is None:
             family = self.family()
@@ -113,10 +117,6 @@ def still_running(family: list[psutil.Process]) -> list[str]:
         except psutil.NoSuchProcess:
             continue
     return alive
-
-
-def shared_segments() -> set[str]:
-    return {path.name for path in pathlib.Path("/dev/shm").glob("*streamrl*")}
 
 
 def own_address() -> str:

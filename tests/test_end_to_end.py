@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pathlib
+import subprocess
 from collections.abc import Iterator
 
 import psutil
 import pytest
-from conftest import LaunchedRun, shared_segments, still_running
+from conftest import LaunchedRun, still_running
 
 from streamrl.config import load_config
 
@@ -23,11 +24,12 @@ class FinishedRun:
         self.run = run
         self.peak_memory_bytes = 0
         self.family: dict[int, psutil.Process] = {}
+        self.segments_seen: set[str] = set()
         while run.process.poll() is None:
             self._look()
             try:
                 run.process.wait(2)
-            except Exception:  # noqa: B902 - subprocess.TimeoutExpired: look again
+            except subprocess.TimeoutExpired:
                 continue
         self.exit_code = run.process.returncode
         self.metrics = run.lines("metrics.jsonl")
@@ -35,6 +37,7 @@ class FinishedRun:
 
     def _look(self) -> None:
         total = 0
+        self.segments_seen.update(self.run.segments())
         for process in self.run.family():
             self.family[process.pid] = process
             try:
@@ -45,14 +48,7 @@ class FinishedRun:
 
 
 @pytest.fixture(scope="module")
-def segments_before() -> set[str]:
-    return shared_segments()
-
-
-@pytest.fixture(scope="module")
-def quickstart(
-    tmp_path_factory: pytest.TempPathFactory, model_cache: pathlib.Path, segments_before: set[str]
-) -> Iterator[FinishedRun]:
+def quickstart(tmp_path_factory: pytest.TempPathFactory, model_cache: pathlib.Path) -> Iterator[FinishedRun]:
     folder = tmp_path_factory.mktemp("quickstart")
     run = LaunchedRun(
         folder / "run",
@@ -164,6 +160,19 @@ def test_the_slower_side_is_busy_and_the_summary_says_which(quickstart: Finished
     assert "busy" in output
 
 
-def test_nothing_is_left_after_the_end(quickstart: FinishedRun, segments_before: set[str]) -> None:
+def test_what_was_left_out_of_the_data_is_counted_where_a_user_sees_it(quickstart: FinishedRun) -> None:
+    (data,) = quickstart.run.events("data")
+    assert data["duplicates"] > 0 and data["leaked"] > 0
+    summary = quickstart.run.output.read_text().splitlines()[-8:]
+    assert any(line.startswith("data ") and f"{data['duplicates']:,} duplicates" in line for line in summary)
+
+
+def test_no_progress_bar_is_drawn_where_nobody_watches(quickstart: FinishedRun) -> None:
+    for file in (quickstart.run.output, *(quickstart.run.run_dir / "logs").glob("*.log")):
+        assert "it/s]" not in file.read_text(errors="replace"), file
+
+
+def test_nothing_is_left_after_the_end(quickstart: FinishedRun) -> None:
+    assert quickstart.segments_seen, "the run used a shared segment"
     assert still_running(list(quickstart.family.values())) == []
-    assert shared_segments() <= segments_before
+    assert quickstart.run.segments() == []
