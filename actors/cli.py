@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 import msgspec
 
 from streamrl.config import Config, load_config
-from streamrl.errors import ConfigError
-from streamrl.run_directory import CONFIG_FILE, check_free, choose_run_dir, create_run_dir, is_alive
+from streamrl.errors import ConfigError, StreamrlError
+from streamrl.run_directory import CONFIG_FILE, check_free, choose_run_dir, is_alive
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -57,6 +57,9 @@ def run(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"streamrl: {error}", file=sys.stderr)
         return REFUSED
+    except StreamrlError as error:
+        print(f"streamrl: {error}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         print("streamrl: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -130,7 +133,6 @@ def _launch(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.dry_run:
         print_plan(plan)
         return DONE
-    create_run_dir(run_dir, config)
     from actors.launch import launch
 
     return launch(config, run_dir)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib
 import logging
 import os
@@ -15,7 +16,6 @@ import pathlib
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,10 +24,11 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.controller import Controller, Outcome
-from actors.live_view import LiveView, show_progress
+from actors.live_view import LiveView
+from actors.preparation import Preparation, prepare
 from streamrl.config import Config
 from streamrl.errors import ConfigError, DeadlineExceededError, ProcessDiedError, StreamrlError
-from streamrl.run_directory import JOURNAL_DIR, LOGS_DIR
+from streamrl.run_directory import JOURNAL_DIR, LOGS_DIR, create_run_dir
 from streamrl.tracking import RunEnd, Tracker
 from streamrl.transport import CurveKeys
 
@@ -174,10 +175,12 @@ class Processes:
         # shm weights and loopback sockets need one host: the driver's. CPUs are not reserved: engines and learner share
         # them on a small machine, and a reservation that cannot be met would wait for ever.
         strategy = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
+        # Progress bars are for terminals, and transformers draws them into the logs.
+        environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         actor = (
             ray.remote(Host)
             .options(num_cpus=0, num_gpus=gpus, max_restarts=0, scheduling_strategy=strategy)
-            .remote(target, arguments, log_path=str(log_path), environment={"OMP_NUM_THREADS": str(threads)})
+            .remote(target, arguments, log_path=str(log_path), environment=environment)
         )
         return RayProcess(name, actor, log_path=log_path)
 
@@ -185,16 +188,29 @@ class Processes:
 def launch(config: Config, run_dir: pathlib.Path) -> int:
     """Run to the end and return the exit code: 0 done, 1 failed, 2 refused, 130 interrupted.
 
-    `run_dir` is this run's own (`create_run_dir`). Everything the run started is gone when this returns.
+    Makes `run_dir` once nothing more can be refused without starting something. Everything the run started is gone when
+    this returns.
+
+    Raises:
+        ConfigError: the model or the prompts cannot be had, or `run_dir` was taken; nothing was written.
+        DeadlineExceededError: another process makes the same model for too long.
     """
     signal.signal(signal.SIGTERM, _interrupt)
-    started = time.time()
+    try:
+        preparation = prepare(config)
+    except _Terminated:
+        return 0
+    create_run_dir(run_dir, config)
+    started = psutil.Process().create_time()
     tracker = Tracker(config, run_dir)
     view = LiveView(config, run_dir, tracker)
     outcome = Outcome(exit_code=1, reason="the run did not start")
     try:
         tracker.log_event("launch", pid=os.getpid(), argv=sys.argv)
-        outcome = _run(config, run_dir, tracker, view, started)
+        tracker.log_event("base_model", path=preparation.model_path, seconds=round(preparation.model_s, 2))
+        tracker.log_event("data", **dataclasses.asdict(preparation.data))
+        view.note(f"data     {preparation.data}")
+        outcome = _run(config, run_dir, preparation, tracker, view, started)
     except ConfigError as error:
         outcome = Outcome(exit_code=2, reason=str(error))
     except StreamrlError as error:
@@ -220,26 +236,18 @@ def launch(config: Config, run_dir: pathlib.Path) -> int:
     return outcome.exit_code
 
 
-def _run(config: Config, run_dir: pathlib.Path, tracker: Tracker, view: LiveView, started: float) -> Outcome:
-    from transformers import AutoTokenizer
-
-    from actors.prompts import load_eval_prompts
-    from streamrl.base_model import prepare_model
-
-    begun = time.time()
-    with show_progress() as progress:
-        model_path = prepare_model(config, progress=progress)
-    tracker.log_event("base_model", path=model_path, seconds=round(time.time() - begun, 2))
-    eval_prompts = load_eval_prompts(config, AutoTokenizer.from_pretrained(model_path))
+def _run(
+    config: Config, run_dir: pathlib.Path, preparation: Preparation, tracker: Tracker, view: LiveView, started: float
+) -> Outcome:
     with _ray_session(config), view:
-        processes = Processes(config, run_dir, model_path)
+        processes = Processes(config, run_dir, preparation.model_path)
         controller = Controller(
             config,
             run_dir=run_dir,
             buffer=processes.buffer,
             learners=processes.learners,
             generators=processes.generators,
-            eval_prompts=eval_prompts,
+            eval_prompts=preparation.eval_prompts,
             tracker=tracker,
             view=view,
             started=started,
@@ -260,7 +268,8 @@ def _ray_session(config: Config) -> Iterator[None]:
         options |= {"address": config.ray.address}
         del options["include_dashboard"]
     else:
-        options |= {"object_store_memory": OBJECT_STORE_BYTES}
+        # Not left out: Ray would then join a cluster that it finds on this machine.
+        options |= {"address": "local", "object_store_memory": OBJECT_STORE_BYTES}
     try:
         ray.init(**options)
     except ConnectionError as error:

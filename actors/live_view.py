@@ -75,6 +75,7 @@ class LiveView:
         self._printed_step = 0
         self._printed_evals = 0
         self._printed_url = self._printed_problem = ""
+        self._notes: list[str] = []
         self._status_due = 0.0
 
     def __enter__(self) -> LiveView:
@@ -94,6 +95,11 @@ class LiveView:
         if self._live is None:
             self._print(text)
         self._show(self._snapshot())
+
+    def note(self, text: str) -> None:
+        """A line that the user should not miss: printed now and again under the summary."""
+        self._notes.append(text)
+        self._print(text)
 
     def update(self, view: RunView) -> None:
         """Show the newest state of the run."""
@@ -125,7 +131,8 @@ class LiveView:
         snapshot = self._snapshot()
         with contextlib.suppress(OSError):
             write_status(self._run_dir, snapshot)
-        self._print(summary(snapshot, outcome))
+        for text in (summary(snapshot, outcome), *self._notes):
+            self._print(text)
         if not snapshot.run_url and self._tracker.viewing_command:
             self._print(f"mlflow   {self._tracker.viewing_command}")
 

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from actors.rewards import check_reward
 from streamrl.base_model import model_kind
 from streamrl.config import Config
 from streamrl.errors import ConfigError
-from streamrl.examples import load_examples
+from streamrl.examples import ExampleSets, load_examples
 from streamrl.mlflow_server import check_port_free
 
 # Largest proportional set size in a quickstart on CPU, whose model hardly counts; weights and KV cache are added.
@@ -31,6 +32,7 @@ _LEARNER_BYTES = int(0.7e9)
 _GENERATOR_BYTES = int(1.75e9)  # the actor 0.55, its engine process 1.1, a reward worker 0.1
 _MLFLOW_UI_BYTES = int(0.4e9)
 _QUICK_DRAWS = 64
+_CLUSTER_TIMEOUT_S = 3.0
 _VOCABULARY = 100  # of the character tokenizer, for the size of a base model
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -61,16 +63,20 @@ def make_plan(config: Config, run_dir: pathlib.Path, *, quick: bool = False) -> 
     `quick` only draws a few prompts of a reasoning-gym task, to see that it can be done; files are read whole.
 
     Raises:
-        ConfigError: missing or empty data, no model, a port in use, an address that is not this machine's, more GPUs
-            asked for than there are.
+        ConfigError: missing or empty data, no model, a reward function that cannot be had, a port in use, an address
+            that is not this machine's, no Ray cluster, more GPUs asked for than there are.
     """
     c = config
     _check_host(c.network.host)
     kind = model_kind(c)
     if c.tracking.mlflow_ui:
         check_port_free(c.tracking.mlflow_ui_port)
+    if c.ray.address:
+        _check_cluster(c.ray.address)
     num_gpus = _check_gpus(c)
-    data_text, num_train = _check_data(c, quick=quick)
+    data_text, num_train = _check_data(c, kind, quick=quick)
+    if c.reward.kind == "python":
+        check_reward(c)
     parameters = _num_parameters(c, kind)
     admitted = (c.buffer.max_staleness + 1) * c.rollouts_per_step
     rollout_bytes = 4 * c.data.max_prompt_tokens + 12 * c.generator.max_new_tokens  # ids; ids, log-probs, versions
@@ -182,22 +188,59 @@ def _warnings(c: Config, processes: Sequence[ProcessPlan], *, num_gpus: int, num
     return tuple(found)
 
 
-def _check_data(c: Config, *, quick: bool) -> tuple[str, int]:
+def _check_data(c: Config, kind: str, *, quick: bool) -> tuple[str, int]:
     """A line about the data, and the number of training prompts."""
-    if c.data.source != "reasoning_gym":
-        sets = load_examples(c)
-        return f"{c.data.path}: {len(sets.train):,} training prompts, {len(sets.held_out):,} held out", len(sets.train)
-    if quick:
+    if c.data.source == "reasoning_gym" and quick:
         few = msgspec.structs.replace(
             c,
             data=msgspec.structs.replace(c.data, size=min(c.data.size, _QUICK_DRAWS)),
             eval=msgspec.structs.replace(c.eval, num_prompts=min(c.eval.num_prompts, 1)),
         )
-        load_examples(few)
+        _check_lengths(c, kind, load_examples(few))
         return f"reasoning-gym {c.data.task}: {c.data.size:,} draws, {c.eval.num_prompts:,} held out", c.data.size
     sets = load_examples(c)
-    found = f"{len(sets.train):,} training prompts from {c.data.size:,} draws, {len(sets.held_out):,} held out"
-    return f"reasoning-gym {c.data.task}: {found}", len(sets.train)
+    num_train = _check_lengths(c, kind, sets)
+    text = f"{num_train:,} training prompts, {len(sets.held_out):,} held out"
+    if left_out := len(sets.train) - num_train:
+        text += f", {left_out:,} longer than data.max_prompt_tokens"
+    if c.data.source != "reasoning_gym":
+        return f"{c.data.path}: {text}", num_train
+    return f"reasoning-gym {c.data.task}: {text}, from {c.data.size:,} draws", num_train
+
+
+def _check_lengths(c: Config, kind: str, sets: ExampleSets) -> int:
+    """Number of training prompts within data.max_prompt_tokens, as far as that is known without a tokenizer."""
+    if kind != "base":
+        return len(sets.train)
+    from actors.prompts import within_length  # numpy
+
+    # The base model has one token a character, and one in front.
+    kept = within_length(c, sets.train, [len(e.text) + 1 for e in sets.train], kind="training")
+    within_length(c, sets.held_out, [len(e.text) + 1 for e in sets.held_out], kind="held-out")
+    return len(kept)
+
+
+def _check_cluster(address: str) -> None:
+    """Refuse the address of a cluster that does not answer; Ray itself would try for a minute. `auto` is Ray's to find.
+
+    Raises:
+        ConfigError: naming the address and the remedy.
+    """
+    if address == "auto":
+        return
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdigit() or "/" in host:
+        raise ConfigError(
+            f"ray.address ({address}): must be the host:port that `ray start --head` prints, or auto, because this "
+            "machine has to be a node of the cluster. Leave it out to start a cluster for this run."
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=_CLUSTER_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"ray.address ({address}): no Ray cluster answers there ({error}). Start one with `ray start --head`, or "
+            "leave it out to start one for this run."
+        ) from None
 
 
 def _check_host(host: str) -> None:

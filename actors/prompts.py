@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,8 +20,6 @@ from streamrl.config import Config
 from streamrl.errors import ConfigError
 from streamrl.examples import Example, load_examples
 from streamrl.records import IntArray, Prompt
-
-_log = logging.getLogger(__name__)
 
 
 class Tokenizer(Protocol):
@@ -118,6 +116,33 @@ class PromptSource:
         return digest.hexdigest()[:16]
 
 
+@dataclass(frozen=True, kw_only=True)
+class DataCounts:
+    """How many examples a run has, and how many were left out and why.
+
+    Example: DataCounts(train=7115, held_out=128, duplicates=859, leaked=26, long_train=0, long_held_out=0).
+    """
+
+    train: int
+    held_out: int
+    duplicates: int  # training rows whose text an earlier row has
+    leaked: int  # training rows whose text is held out
+    long_train: int  # longer than data.max_prompt_tokens
+    long_held_out: int
+
+    def __str__(self) -> str:
+        """`7,115 training prompts, 128 held out; left out: 859 duplicates, 26 that are held out`."""
+        reasons = (
+            (self.duplicates, "duplicates"),
+            (self.leaked, "that are held out"),
+            (self.long_train, "longer than data.max_prompt_tokens"),
+            (self.long_held_out, "held-out ones longer than data.max_prompt_tokens"),
+        )
+        left_out = ", ".join(f"{count:,} {reason}" for count, reason in reasons if count)
+        text = f"{self.train:,} training prompts, {self.held_out:,} held out"
+        return f"{text}; left out: {left_out}" if left_out else text
+
+
 def make_prompt_source(config: Config, tokenizer: Tokenizer) -> PromptSource:
     """The training prompts of the run, tokenized.
 
@@ -135,42 +160,58 @@ def make_prompt_source(config: Config, tokenizer: Tokenizer) -> PromptSource:
     )
 
 
-def load_eval_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
-    """The held-out prompts, in a fixed order; uid "eval-<position>". Empty when eval.num_prompts is 0.
+def load_prompts(config: Config, tokenizer: Tokenizer) -> tuple[list[Prompt], DataCounts]:
+    """The held-out prompts in a fixed order, uid "eval-<position>", and the counts of all of the run's data.
+
+    There are no held-out prompts when eval.num_prompts is 0.
 
     Raises:
-        ConfigError: as `make_prompt_source`.
+        ConfigError: as `make_prompt_source`, for the training prompts too.
     """
-    held_out = load_examples(config).held_out
-    if not held_out:
-        return []
-    examples, ids, _ = _within_length(config, held_out, tokenizer, kind="held-out")
-    return [
+    sets = load_examples(config)
+    train, _, long_train = _within_length(config, sets.train, tokenizer, kind="training")
+    examples, ids, long_held_out = _within_length(config, sets.held_out, tokenizer, kind="held-out")
+    prompts = [
         Prompt(uid=f"eval-{index:06d}", index=index, prompt_ids=ids[index], task=example.task)
         for index, example in enumerate(examples)
     ]
+    return prompts, DataCounts(
+        train=len(train),
+        held_out=len(prompts),
+        duplicates=sets.num_duplicates,
+        leaked=sets.num_leaked,
+        long_train=long_train,
+        long_held_out=long_held_out,
+    )
 
 
 def _within_length(
     config: Config, examples: Sequence[Example], tokenizer: Tokenizer, *, kind: str
 ) -> tuple[list[Example], list[IntArray], int]:
-    limit = config.data.max_prompt_tokens
+    if not examples:
+        return [], [], 0
     ids = _tokenize(config, [e.text for e in examples], tokenizer)
-    kept = [i for i, tokens in enumerate(ids) if 0 < len(tokens) <= limit]
-    num_skipped = len(examples) - len(kept)
-    if num_skipped:
-        longest = max(range(len(ids)), key=lambda i: len(ids[i]))
-        what = (
-            f"data.max_prompt_tokens ({limit}): {num_skipped} of {len(examples)} {kind} prompts are longer; the "
-            f"longest has {len(ids[longest])} tokens and begins {examples[longest].text[:60]!r}"
+    kept = within_length(config, examples, [len(tokens) for tokens in ids], kind=kind)
+    return [examples[i] for i in kept], [ids[i] for i in kept], len(examples) - len(kept)
+
+
+def within_length(config: Config, examples: Sequence[Example], lengths: Sequence[int], *, kind: str) -> list[int]:
+    """Positions of the examples whose length in tokens is between 1 and data.max_prompt_tokens.
+
+    Raises:
+        ConfigError: there is none, or a longer one with data.long_prompts=refuse.
+    """
+    limit = config.data.max_prompt_tokens
+    kept = [i for i, length in enumerate(lengths) if 0 < length <= limit]
+    if examples and (not kept or (config.data.long_prompts == "refuse" and len(kept) < len(examples))):
+        longest = max(range(len(lengths)), key=lambda i: lengths[i])
+        raise ConfigError(
+            f"data.max_prompt_tokens ({limit}): {len(examples) - len(kept)} of {len(examples)} {kind} prompts are "
+            f"longer; the longest has {lengths[longest]} tokens and begins {examples[longest].text[:60]!r}. "
+            f"Set data.max_prompt_tokens>={lengths[longest]} and model.max_length to match, or "
+            "data.long_prompts=skip if enough prompts are shorter."
         )
-        if config.data.long_prompts == "refuse" or not kept:
-            raise ConfigError(
-                f"{what}. Set data.max_prompt_tokens>={len(ids[longest])} and model.max_length to match, or "
-                "data.long_prompts=skip if enough prompts are shorter."
-            )
-        _log.warning("%s. They are skipped.", what)
-    return [examples[i] for i in kept], [ids[i] for i in kept], num_skipped
+    return kept
 
 
 def _tokenize(config: Config, texts: list[str], tokenizer: Tokenizer) -> list[IntArray]:

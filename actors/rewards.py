@@ -192,8 +192,7 @@ def check_reward(config: Config) -> None:
     """Start the reward processes and end them, to learn before anything else starts whether they can score.
 
     Raises:
-        ConfigError: reward.function or data.task cannot be had.
-        RewardError: a process ended, or did not start in time.
+        ConfigError: reward.function or data.task cannot be had, or its process does not start.
     """
 
     async def start_and_close() -> None:
@@ -203,4 +202,10 @@ def check_reward(config: Config) -> None:
         finally:
             await worker.close()
 
-    asyncio.run(start_and_close())
+    try:
+        asyncio.run(start_and_close())
+    except RewardError as error:
+        raise ConfigError(
+            f"reward.function ({config.reward.function}): a process that imports it does not start: {error}. "
+            "Its module must be imported within a minute, and must not end the process."
+        ) from None

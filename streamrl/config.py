@@ -22,6 +22,7 @@ from streamrl.errors import ConfigError
 
 Count = Annotated[int, Meta(ge=1)]
 Whole = Annotated[int, Meta(ge=0)]
+Seed = Annotated[int, Meta(ge=0, le=2**32 - 1)]  # what numpy, torch and vLLM all take
 Seconds = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
@@ -37,7 +38,7 @@ class RunConfig(_Section, frozen=True):
     """Run directory; empty for runs/<name>-<time>. Refused if another run's files are in it."""
     max_steps: Count = 200
     """Optimizer steps after which the run ends."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the prompt order, the base model, sampling and training."""
     start_timeout_s: Seconds = 300.0
     """Longest time from launch until every process has answered its handshake."""

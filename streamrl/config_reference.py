@@ -91,7 +91,7 @@ def _values(kind: Any) -> str:
     if get_origin(kind) is Annotated:
         base, meta = get_args(kind)
         bounds = [
-            f"{sign} {bound:g}"
+            f"{sign} {bound:.15g}"
             for sign, bound in ((">=", meta.ge), (">", meta.gt), ("<=", meta.le), ("<", meta.lt))
             if bound is not None
         ]

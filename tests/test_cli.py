@@ -17,9 +17,10 @@ from actors import cli
 from actors.plan import count_gpus, make_plan
 from actors.run_view import RunView, write_status
 from streamrl.config import load_config
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, DeadlineExceededError
 from streamrl.records import BufferStats, LearnerStatus
 from streamrl.run_directory import create_run_dir, lock_run_dir
+from streamrl.warm_up import make_character_tokenizer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "ray", "mlflow", "transformers", "vllm", "zmq")
@@ -110,7 +111,6 @@ def test_flags_are_short_for_settings(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert (config.learner.lr, config.buffer.max_attempts) == (1e-3, 2)
     assert (config.tracking.mlflow_uri, config.tracking.mlflow_ui) == ("sqlite:///x.db", True)
     assert launched_dir == run_dir
-    assert load_config(run_dir / "config.yaml") == config, "the resolved config is saved with the run"
 
 
 class FakeLaunch:
@@ -121,6 +121,7 @@ class FakeLaunch:
 
     def launch(self, config: Any, run_dir: pathlib.Path) -> int:
         self._seen.append((config, run_dir))
+        create_run_dir(run_dir, config)  # as the real one does, so that the next run takes another
         if self._error is not None:
             raise self._error
         return self._code
@@ -139,6 +140,14 @@ def test_the_last_line_says_why_a_run_ended(
     monkeypatch.setitem(sys.modules, "actors.launch", FakeLaunch([], error=error))
     assert cli.run(["launch"]) == code
     assert capsys.readouterr().err.strip().splitlines()[-1] == last_line
+
+
+def test_a_failure_before_the_run_is_said_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "actors.launch", FakeLaunch([], error=DeadlineExceededError("waited 900 s")))
+    assert cli.run(["launch"]) == 1
+    assert capsys.readouterr().err == "streamrl: waited 900 s\n"
 
 
 def test_the_exit_code_of_the_run_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,8 +251,48 @@ def test_more_gpus_than_there_are_is_refused(
 
 def test_a_cluster_may_have_more_gpus_than_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    config = load_config(None, ["generator.gpus=1", "ray.address=10.0.0.1:6379"])
-    assert "ray" not in [p.name for p in make_plan(config, pathlib.Path("x")).processes]
+    with socket.create_server(("127.0.0.1", 0)) as cluster:
+        address = f"127.0.0.1:{cluster.getsockname()[1]}"
+        config = load_config(None, ["generator.gpus=1", f"ray.address={address}"])
+        assert "ray" not in [p.name for p in make_plan(config, pathlib.Path("x")).processes]
+
+
+@pytest.mark.parametrize(
+    ("address", "part"),
+    [
+        ("127.0.0.1:1", "no Ray cluster answers there"),
+        ("127.0.0.1:99999", "no Ray cluster answers there"),
+        ("ray://127.0.0.1:10001", "must be the host:port"),
+        ("somewhere", "must be the host:port"),
+    ],
+)
+def test_a_cluster_that_does_not_answer_is_refused(capsys: pytest.CaptureFixture[str], address: str, part: str) -> None:
+    message = refused(capsys, "launch", "--ray-address", address)
+    assert f"ray.address ({address})" in message and part in message
+
+
+def test_a_reward_function_that_cannot_be_had_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(capsys, "launch", "reward.kind=python", "reward.function=no_such_module_here:score")
+    assert "reward.function (no_such_module_here:score): cannot be imported" in message
+
+
+def test_prompts_that_do_not_fit_are_refused_before_the_base_model_is_made(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    message = refused(capsys, "launch", "data.max_prompt_tokens=5", "data.long_prompts=refuse")
+    assert "data.max_prompt_tokens (5)" in message and "training prompts are longer" in message
+
+
+def test_what_only_the_model_can_tell_is_refused_before_anything_is_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    make_character_tokenizer(["a", "b", "c"]).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_text("")
+    message = refused(
+        capsys, "launch", f"model.path={tmp_path / 'model'}", "data.max_prompt_tokens=4", "data.long_prompts=refuse"
+    )
+    assert "data.max_prompt_tokens (4)" in message
 
 
 def test_an_empty_data_file_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:

@@ -101,6 +101,8 @@ def test_an_override_is_read_by_the_type_of_its_setting(override: str, section: 
         ("run.max_steps=true", ["run.max_steps (True)", "must be an integer"]),
         ("run.max_steps=", ["run.max_steps ('')", "must be an integer"]),
         ("generator.count=0", ["generator.count (0)", "must be an integer >= 1", "generator.count=3"]),
+        ("run.seed=-1", ["run.seed (-1)", "must be an integer >= 0"]),
+        ("run.seed=4294967296", ["run.seed (4294967296)", "must be an integer <= 4294967295"]),
         ("learner.lr=-1", ["learner.lr (-1)", "must be a number > 0"]),
         ("learner.lr=.inf", ["learner.lr (inf)", "must be a finite number"]),
         ("learner.lr=.nan", ["learner.lr (nan)"]),

@@ -266,6 +266,15 @@ def test_the_address_and_troubles_of_mlflow_are_said_once(tmp_path: pathlib.Path
     ]
 
 
+def test_a_note_is_said_at_once_and_again_under_the_summary(tmp_path: pathlib.Path) -> None:
+    console = plain_console()
+    live = LiveView(load_config(), tmp_path, FakeTracker(), console=console)
+    live.note("data     3 prompts")
+    assert lines_of(console) == ["data     3 prompts"]
+    live.close(outcome())
+    assert lines_of(console).count("data     3 prompts") == 2
+
+
 def test_in_a_terminal_the_panel_is_drawn_and_the_summary_stays(tmp_path: pathlib.Path) -> None:
     console = Console(file=io.StringIO(), width=100, height=40, force_terminal=True, color_system=None)
     live = LiveView(load_config(), tmp_path, FakeTracker(), console=console)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.prompts import PromptSource, load_eval_prompts, make_prompt_source
+from actors.prompts import DataCounts, PromptSource, load_prompts, make_prompt_source
 from streamrl.config import Config, config_from_tree
 from streamrl.errors import ConfigError
 from streamrl.examples import Example
@@ -137,11 +137,24 @@ def test_a_run_without_a_short_enough_prompt_is_refused(tmp_path: pathlib.Path) 
 
 def test_held_out_prompts_have_names_of_their_own(tmp_path: pathlib.Path) -> None:
     config = file_config(tmp_path / "rows.jsonl", ROWS)
-    prompts = load_eval_prompts(config, TOKENIZER)
+    prompts, _ = load_prompts(config, TOKENIZER)
     assert [p.uid for p in prompts] == ["eval-000000", "eval-000001"]
     assert [p.task["answer"] for p in prompts] == ["8", "9"]
     trained = {p.task["prompt"] for p in take(make_prompt_source(config, TOKENIZER), 16)}
     assert not trained & {p.task["prompt"] for p in prompts}
+
+
+def test_everything_left_out_of_the_data_is_counted_by_reason(tmp_path: pathlib.Path) -> None:
+    rows = [*ROWS[:-2], ROWS[0], ROWS[-1], ROWS[-2], ROWS[-1]]
+    _, counts = load_prompts(file_config(tmp_path / "rows.jsonl", rows, max_prompt_tokens=10), TOKENIZER)
+    assert counts == DataCounts(train=8, held_out=1, duplicates=1, leaked=3, long_train=0, long_held_out=1)
+
+
+def test_the_line_about_the_data_names_only_what_happened() -> None:
+    counts = DataCounts(train=7000, held_out=2, duplicates=0, leaked=0, long_train=0, long_held_out=0)
+    assert str(counts) == "7,000 training prompts, 2 held out"
+    counts = DataCounts(train=7, held_out=2, duplicates=1, leaked=0, long_train=3, long_held_out=0)
+    assert str(counts).endswith("; left out: 1 duplicates, 3 longer than data.max_prompt_tokens")
 
 
 def test_a_chat_prompt_goes_through_the_template_without_a_second_bos(tmp_path: pathlib.Path) -> None:

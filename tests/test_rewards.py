@@ -60,6 +60,7 @@ not_a_function = 3
 @pytest.fixture
 def functions(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "functions_of_a_user.py").write_text(FUNCTIONS)
+    (tmp_path / "module_that_exits.py").write_text("raise SystemExit(3)")
     monkeypatch.syspath_prepend(str(tmp_path))
     return "functions_of_a_user"
 
@@ -206,6 +207,7 @@ def test_a_reward_process_imports_no_model_library(functions: str) -> None:
         ),
         ("functions_of_a_user:missing", r"cannot be imported: AttributeError"),
         ("functions_of_a_user:not_a_function", r"is not a function"),
+        ("module_that_exits:score", r"a process that imports it does not start"),
     ],
 )
 def test_a_function_that_cannot_be_had_is_refused_before_the_run(function: str, message: str, functions: str) -> None:
