@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mutations import mutated
 from stand_ins import make_rollout
 
 from streamrl import wire
@@ -193,7 +194,7 @@ def test_what_no_receiver_would_take_is_refused_at_the_sender(monkeypatch: pytes
 
 
 def test_mutated_frames_never_crash_and_never_grow_memory() -> None:
-    """Bit flips, truncations, extensions, swaps, drops and replays of frames of every kind."""
+    """Of every kind of message; the server's counts of them are in tests/test_buffer_server.py."""
     rng = random.Random(0)
     group = RolloutGroup(uid="0-000000", rollouts=tuple(make_rollout(member=m) for m in range(3)))
     originals = [
@@ -218,41 +219,13 @@ def test_mutated_frames_never_crash_and_never_grow_memory() -> None:
         except WireError:
             outcomes["refused"] += 1
 
-    def mutate(frames: list[wire.Frame]) -> list[wire.Frame]:
-        frames = list(frames)
-        for _ in range(rng.randint(1, 3)):
-            i = 0 if rng.random() < 0.6 else rng.randrange(len(frames))
-            frame = bytearray(frames[i])
-            match rng.randrange(6):
-                case 0 if frame:
-                    frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
-                case 1:
-                    frame = frame[: rng.randrange(len(frame) + 1)]
-                case 2:
-                    at = rng.randrange(len(frame) + 1)
-                    frame[at:at] = rng.choice(
-                        [b"\xdd\xff\xff\xff\xff", b"\xdb\x7f\xff\xff\xff", b"\xcb\x7f\xf8" + b"\0" * 6]
-                    )
-                case 3:
-                    frames.insert(rng.randrange(len(frames) + 1), rng.randbytes(rng.randrange(40)))
-                    continue
-                case 4 if len(frames) > 1:
-                    del frames[rng.randrange(len(frames))]
-                    break
-                case _:
-                    j = rng.randrange(len(frames))
-                    frames[i], frames[j] = frames[j], frames[i]
-                    continue
-            frames[i] = bytes(frame)
-        return frames
-
     for _ in range(200):  # warm every cache before memory is counted
-        decode(mutate(rng.choice(originals)))
+        decode(mutated(rng.choice(originals), rng))
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
         for _ in range(NUM_MUTATIONS):
-            decode(mutate(rng.choice(originals)))
+            decode(mutated(rng.choice(originals), rng))
         after, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
