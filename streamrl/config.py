@@ -192,18 +192,22 @@ class AlgorithmConfig(_Section, frozen=True):
     """n: responses per prompt instance."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "maxrl"] = "grpo"
     """Advantage estimator over the rewards of a group."""
-    loss: Literal["ppo_clip", "reinforce_is", "cispo", "gspo"] = "ppo_clip"
-    """Policy loss."""
+    loss: Literal["ppo_clip", "reinforce_is", "cispo", "gspo", "topr", "m2po"] = "ppo_clip"
+    """Policy loss; docs/algorithms.md says what each does."""
     clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
     """Lower clip range of the ratio: 1 - clip_low."""
     clip_high: Annotated[float, Meta(gt=0)] = 0.2
     """Upper clip range of the ratio: 1 + clip_high (0.28 is DAPO's clip-higher)."""
     dual_clip: Annotated[float, Meta(ge=0)] = 0.0
     """Bound c > 1 on the loss of negative advantages; 0 turns it off."""
-    proximal: Literal["bypass", "recompute"] = "recompute"
+    m2_threshold: Annotated[float, Meta(gt=0)] = 0.04
+    """Largest mean of (p - mu)^2 over the tokens that m2po keeps."""
+    proximal: Literal["bypass", "recompute", "interpolate"] = "recompute"
     """Proximal policy o of the ratio exp(p - o) of ppo_clip and gspo. `recompute`: the policy at the start of the step,
     and exp(o - mu) is the weight; with one optimizer step a batch the ratio is 1, the weight the whole correction.
-    `bypass`: the behaviour policy itself; the clip is the whole correction and there is no weight."""
+    `bypass`: the behaviour policy itself; the clip is the whole correction and there is no weight. `interpolate`: a
+    point between the two that stands for the policy of one version ago; the clip corrects for the last version, the
+    weight for those before."""
     correction: Literal["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"] = "token_truncate"
     """Importance weight of a token, or of the whole response for `sequence_`: truncated at `correction_cap`, or set to
     0 outside [`correction_floor`, `correction_cap`]."""
@@ -211,6 +215,17 @@ class AlgorithmConfig(_Section, frozen=True):
     """Upper bound of the weight."""
     correction_floor: Annotated[float, Meta(ge=0)] = 0.5
     """Lower bound for the masks."""
+    rejection: Literal["none", "geometric", "k2", "k3"] = "none"
+    """Drop whole responses that are too far from the policy, whatever the correction: by the geometric mean of their
+    token ratios, or by their mean KL (estimators k2 and k3)."""
+    rejection_cap: Annotated[float, Meta(ge=0)] = 0.0
+    """Upper bound of the rejection; 0 picks 1.01 for `geometric`, 2.0 for `k2`, 0.01 for `k3`."""
+    rejection_floor: Annotated[float, Meta(ge=0)] = 0.99
+    """Lower bound of `geometric`."""
+    veto_floor: Annotated[float, Meta(ge=0)] = 0.0
+    """A response with a token ratio below this is dropped (1e-4 is usual); 0 turns it off."""
+    veto_cap: Annotated[float, Meta(ge=0)] = 0.0
+    """A response with a token ratio above this is dropped (100 is usual); 0 turns it off."""
     masked_denominator: Literal["original", "kept"] = "original"
     """Whether masked tokens still count in the loss denominator."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"] = "token_mean"

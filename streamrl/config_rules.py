@@ -33,6 +33,7 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         "response has nothing to be compared with. Set algorithm.group_size=8.",
     )
     weighted = a.loss in ("ppo_clip", "gspo")
+    uncorrected = a.correction == "none" and a.rejection == "none"
     yield (
         weighted and a.proximal == "bypass" and a.correction != "none",
         f"algorithm.correction ({a.correction}): with algorithm.proximal=bypass the ratio of {a.loss} is already taken "
@@ -40,18 +41,29 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         "algorithm.proximal=recompute.",
     )
     yield (
-        a.loss == "cispo" and a.correction != "none",
-        f"algorithm.correction ({a.correction}): the clipped ratio of cispo is itself the importance weight; another "
-        "would count it twice. Set algorithm.correction=none, or algorithm.loss=reinforce_is.",
+        a.loss in ("cispo", "topr", "m2po") and a.correction != "none",
+        f"algorithm.correction ({a.correction}): the ratio in the loss of {a.loss} is itself the importance weight; "
+        "another would count it twice. Set algorithm.correction=none, or algorithm.loss=reinforce_is.",
     )
     yield (
-        weighted and a.proximal == "recompute" and a.correction == "none" and b.max_staleness > 0,
+        not weighted and a.proximal == "interpolate",
+        f"algorithm.proximal (interpolate): {a.loss} has no proximal policy. Leave it out, or set "
+        "algorithm.loss=ppo_clip.",
+    )
+    yield (
+        weighted and a.proximal == "recompute" and uncorrected and b.max_staleness > 0,
         f"algorithm.correction (none): with algorithm.proximal=recompute the ratio of {a.loss} is 1 at the only "
         f"optimizer step of a batch, so data up to {b.max_staleness} versions old would be trained on as if it were "
         "fresh. Set algorithm.correction=token_truncate, or algorithm.proximal=bypass.",
     )
     yield (
-        a.loss == "reinforce_is" and a.correction == "none" and b.max_staleness > 0,
+        weighted and a.proximal == "interpolate" and uncorrected and b.max_staleness > 1,
+        f"algorithm.correction (none): with algorithm.proximal=interpolate the ratio of {a.loss} corrects for the last "
+        f"version only, so data up to {b.max_staleness} versions old would be trained on as if it were 1 version old. "
+        "Set algorithm.correction=token_truncate, or algorithm.proximal=bypass.",
+    )
+    yield (
+        a.loss == "reinforce_is" and uncorrected and b.max_staleness > 0,
         f"algorithm.correction (none): reinforce_is has no other correction, so data up to {b.max_staleness} versions "
         "old would be trained on as if it were fresh. Set algorithm.correction=token_truncate.",
     )
@@ -60,6 +72,23 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         f"algorithm.correction_floor ({a.correction_floor}), algorithm.correction_cap ({a.correction_cap}): "
         f"{a.correction} drops weights outside them, and 1 is outside, so even fresh data would be dropped. Set "
         "algorithm.correction_floor=0.5 algorithm.correction_cap=2.0.",
+    )
+    yield (
+        a.rejection == "geometric" and not a.rejection_floor <= 1.0 <= (a.rejection_cap or 1.0),
+        f"algorithm.rejection_floor ({a.rejection_floor}), algorithm.rejection_cap ({a.rejection_cap}): geometric "
+        "rejection drops responses whose mean ratio is outside them, and 1 is outside, so even fresh data would be "
+        "dropped. Set algorithm.rejection_floor=0.99 algorithm.rejection_cap=1.01.",
+    )
+    yield (
+        a.rejection == "none" and a.rejection_cap > 0,
+        f"algorithm.rejection_cap ({a.rejection_cap}): algorithm.rejection=none rejects nothing. Set "
+        "algorithm.rejection=geometric, k2 or k3, or algorithm.rejection_cap=0.",
+    )
+    yield (
+        a.veto_floor >= 1 or 0 < a.veto_cap <= 1,
+        f"algorithm.veto_floor ({a.veto_floor}), algorithm.veto_cap ({a.veto_cap}): a token's ratio outside them drops "
+        "its response, and 1 is outside, so even fresh data would be dropped. Set algorithm.veto_floor=1e-4 "
+        "algorithm.veto_cap=100.",
     )
     yield (
         0 < a.dual_clip <= 1,

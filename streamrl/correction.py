@@ -17,6 +17,7 @@ from streamrl.config import AlgorithmConfig
 LOG_RATIO_BOUND = 20.0
 MIN_ESS = 0.3
 WEIGHT_MEAN_RANGE = (0.5, 2.0)
+REJECTION_CAPS = {"geometric": 1.01, "k2": 2.0, "k3": 0.01}  # for rejection_cap=0
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -82,6 +83,92 @@ def importance_weights(
         return weight.clamp(max=config.correction_cap)
     inside = (weight >= config.correction_floor) & (weight <= config.correction_cap)
     return torch.where(inside, weight, torch.zeros_like(weight))
+
+
+def kept_rollouts(log_ratio: Tensor, response_mask: Tensor, sequences: Sequences, config: AlgorithmConfig) -> Tensor:
+    """Which tokens stay when whole rollouts are rejected for being too far from the policy.
+
+    With x = log_ratio of a token and means over the response tokens of a rollout, a rollout stays if
+
+    - `rejection=geometric`: exp(mean x) is in [`rejection_floor`, cap] (geometric-mean rejection, Liu et al. 2025,
+      "When speed kills stability"; [0.99, 1.01] by default);
+    - `rejection=k2`: mean x^2 / 2 <= cap (2.0 by default); `rejection=k3`: mean (exp x - 1 - x) <= cap (0.01 by
+      default): the estimators of KL(mu || p) of Schulman 2020, "Approximating KL divergence";
+    - and no token of it has exp x below `veto_floor` or above `veto_cap`, where those are not 0.
+
+    Args:
+        log_ratio: [T]; tokens outside the mask are ignored.
+        response_mask: [T].
+        sequences: the rollout of each token.
+        config: names the rejection.
+
+    Returns:
+        [T], 1 for tokens of rollouts that stay, 0 for the others.
+    """
+    log_ratio = log_ratio.detach() * response_mask
+    stays = log_ratio.new_ones(sequences.count, dtype=torch.bool)
+    cap = config.rejection_cap or REJECTION_CAPS.get(config.rejection, 0.0)
+    if config.rejection == "geometric":
+        mean = bounded_exp(sequences.mean(log_ratio, response_mask))
+        stays = (mean >= config.rejection_floor) & (mean <= cap)
+    elif config.rejection == "k2":
+        stays = sequences.mean(log_ratio**2 / 2, response_mask) <= cap
+    elif config.rejection == "k3":
+        stays = sequences.mean(bounded_exp(log_ratio) - 1 - log_ratio, response_mask) <= cap
+    ratio = bounded_exp(log_ratio)  # 1 outside the mask
+    vetoed = torch.zeros_like(ratio)
+    if config.veto_floor > 0:
+        vetoed = vetoed + (ratio < config.veto_floor)
+    if config.veto_cap > 0:
+        vetoed = vetoed + (ratio > config.veto_cap)
+    stays = stays & (sequences.sum(vetoed) == 0)
+    return sequences.spread(stays.to(log_ratio.dtype))
+
+
+def interpolated_proximal(log_probs: Tensor, old_log_probs: Tensor, versions: Tensor, policy_version: int) -> Tensor:
+    """The proximal log-probs of `proximal: interpolate`: o = mu + a (p - mu), a = clamp((v - 1 - u) / (v - u), 0, 1).
+
+    u is the version that sampled the token, v that of the policy that is trained, so o stands for the policy of
+    version v - 1 on the straight line between the two in log space, without a forward pass (A-3PO, 2025, "Approximated
+    proximal policy optimization"; AReaL's `loglinear`). A token of version v or v - 1 has o = mu.
+
+    Args:
+        log_probs, old_log_probs: [T].
+        versions: [T] int64.
+        policy_version: v.
+
+    Returns:
+        [T] without gradient.
+    """
+    lag = policy_version - versions
+    share = ((lag - 1).to(log_probs.dtype) / lag.clamp(min=1)).clamp(0.0, 1.0)
+    return (old_log_probs + share * (log_probs - old_log_probs)).detach()
+
+
+def second_moment_cutoff(log_ratio: Tensor, threshold: float) -> float:
+    """Where M2PO cuts: it keeps the smallest squared log-ratios, as many as have a mean of at most `threshold`.
+
+    Equal values stay or go together, so that the order of the tokens does not matter. The cut is half-way to the first
+    value that goes, so that another rounding of the same numbers drops the same tokens.
+
+    Args:
+        log_ratio: [K] p - mu of all response tokens of the global batch.
+        threshold: `m2_threshold`.
+
+    Returns:
+        Tokens with a squared log-ratio up to this stay; inf if all do, -1 if none does.
+    """
+    squares = (log_ratio.detach().double() ** 2).sort().values
+    if len(squares) == 0:
+        return -1.0
+    means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, dtype=torch.float64, device=squares.device)
+    last_of_equals = torch.ones_like(means, dtype=torch.bool)
+    last_of_equals[:-1] = squares[1:] > squares[:-1]
+    fits = (last_of_equals & (means <= threshold)).nonzero().flatten().tolist()
+    if not fits:
+        return -1.0
+    last = fits[-1]
+    return math.inf if last == len(squares) - 1 else float(squares[last] + squares[last + 1]) / 2
 
 
 def off_policy_sums(log_probs: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:

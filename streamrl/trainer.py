@@ -19,7 +19,7 @@ from torch import Tensor
 
 from streamrl.advantages import compute_advantages
 from streamrl.config import Config
-from streamrl.correction import off_policy_metrics
+from streamrl.correction import off_policy_metrics, second_moment_cutoff
 from streamrl.losses import policy_loss, policy_metrics
 from streamrl.packing import MicroBatch, filler_micro_batch, pack_rollouts
 from streamrl.policy import Policy
@@ -79,8 +79,10 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         sums: dict[str, Tensor] = {}
         mismatch = -1.0
-        for micro_batch in self._micro_batches(rollouts, advantages):
-            part, largest = self._backward(micro_batch, float(count), policy_version)
+        micro_batches = self._micro_batches(rollouts, advantages)
+        m2_cutoff = self._m2_cutoff(micro_batches) if algorithm.loss == "m2po" else None
+        for micro_batch in micro_batches:
+            part, largest = self._backward(micro_batch, float(count), policy_version, m2_cutoff)
             sums = {name: value + sums.get(name, 0.0) for name, value in part.items()}
             mismatch = max(mismatch, largest)
 
@@ -128,8 +130,25 @@ class Trainer:
         most = _all_reduce({"count": float(len(packed))}, op=dist.ReduceOp.MAX)["count"]
         return packed + [filler_micro_batch()] * (int(most) - len(packed))
 
+    @torch.no_grad()
+    def _m2_cutoff(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """`second_moment_cutoff` of the global batch, by a forward pass over all of it."""
+        parts = []
+        for micro_batch in micro_batches:
+            log_probs, _ = self._policy.token_log_probs(micro_batch)
+            chosen = micro_batch.tokens["response_mask"].bool()
+            parts.append((log_probs.cpu() - micro_batch.tokens["old_log_probs"])[chosen])
+        mine = torch.cat(parts)
+        most = int(_all_reduce({"count": float(len(mine))}, op=dist.ReduceOp.MAX)["count"])
+        padded = torch.full((most,), math.nan)
+        padded[: len(mine)] = mine
+        gathered = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, padded)
+        log_ratios = torch.cat(gathered)
+        return second_moment_cutoff(log_ratios[~log_ratios.isnan()], self._config.algorithm.m2_threshold)
+
     def _backward(
-        self, micro_batch: MicroBatch, denominator: float, policy_version: int
+        self, micro_batch: MicroBatch, denominator: float, policy_version: int, m2_cutoff: float | None
     ) -> tuple[dict[str, Tensor], float]:
         """Add to the gradients. Returns sums for the metrics, and the largest |p - mu| over tokens that the current
         weights sampled, -1 without any."""
@@ -150,6 +169,9 @@ class Trainer:
             algorithm,
             ref_log_probs=ref_log_probs,
             entropy=entropy,
+            versions=tokens["versions"],
+            policy_version=policy_version,
+            m2_cutoff=m2_cutoff,
             denominator=denominator,
         )
         # The loss is divided by global counts, so gradients are to be summed over ranks, where FSDP averages them.

@@ -29,6 +29,23 @@ REFUSED = {
         ["algorithm.correction=sequence_mask", "algorithm.correction_floor=3.0"],
         "algorithm.correction_floor (3.0)",
     ),
+    "topr and a weight count the ratio twice": (["algorithm.loss=topr"], "count it twice"),
+    "m2po too": (["algorithm.loss=m2po"], "count it twice"),
+    "interpolation corrects for one version only": (
+        ["algorithm.proximal=interpolate", "algorithm.correction=none"],
+        "corrects for the last version only",
+    ),
+    "a loss without a proximal policy cannot interpolate one": (
+        ["algorithm.proximal=interpolate", "algorithm.loss=reinforce_is"],
+        "algorithm.proximal (interpolate)",
+    ),
+    "a rejection of fresh data": (
+        ["algorithm.rejection=geometric", "algorithm.rejection_cap=0.999"],
+        "algorithm.rejection_cap (0.999)",
+    ),
+    "a bound of no rejection": (["algorithm.rejection_cap=2"], "algorithm.rejection_cap (2.0)"),
+    "a veto of fresh data": (["algorithm.veto_cap=0.5"], "algorithm.veto_cap (0.5)"),
+    "a veto of fresh data from below": (["algorithm.veto_floor=1"], "algorithm.veto_floor (1.0)"),
     "a dual clip that cuts ordinary updates": (["algorithm.dual_clip=0.9"], "algorithm.dual_clip (0.9)"),
     "a dual clip with nothing to clip": (
         ["algorithm.dual_clip=3", "algorithm.loss=reinforce_is"],
@@ -57,6 +74,13 @@ def test_a_contradiction_is_refused(case: str) -> None:
     [
         ["algorithm.proximal=bypass", "algorithm.correction=none"],
         ["algorithm.loss=cispo", "algorithm.correction=none"],
+        ["algorithm.loss=topr", "algorithm.correction=none"],
+        ["algorithm.loss=m2po", "algorithm.correction=none"],
+        ["algorithm.proximal=interpolate"],
+        ["algorithm.proximal=interpolate", "algorithm.correction=none", "buffer.max_staleness=1"],
+        ["algorithm.correction=none", "algorithm.rejection=geometric"],
+        ["algorithm.rejection=k3", "algorithm.veto_floor=1e-4", "algorithm.veto_cap=100"],
+        ["algorithm.correction=token_mask", "algorithm.correction_cap=5"],
         ["algorithm.loss=reinforce_is"],
         ["algorithm.loss=gspo", "algorithm.correction=sequence_mask"],
         ["algorithm.correction=none", "buffer.max_staleness=0"],

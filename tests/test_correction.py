@@ -13,9 +13,12 @@ from streamrl.config import AlgorithmConfig
 from streamrl.correction import (
     Sequences,
     importance_weights,
+    interpolated_proximal,
+    kept_rollouts,
     off_policy_metrics,
     off_policy_sums,
     off_policy_warning,
+    second_moment_cutoff,
 )
 
 CORRECTIONS = ("none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask")
@@ -59,6 +62,99 @@ def test_every_weight_equals_its_reference(correction: str, rollouts: list[list[
     )
     ours = weights[torch.tensor(mask).bool()].tolist()
     assert ours == pytest.approx([w for row in reference_weights(rollouts, config) for w in row], rel=1e-6, abs=1e-6)
+
+
+def reference_stays(rollouts: list[list[float]], config: AlgorithmConfig) -> list[bool]:
+    """Of each rollout, whether it is kept; `rollouts[i][t]` is the log-ratio of a response token."""
+    stays = []
+    for log_ratios in rollouts:
+        ratios = [math.exp(max(-20.0, min(20.0, x))) for x in log_ratios]
+        n = max(len(log_ratios), 1)
+        if config.rejection == "geometric":
+            mean = math.exp(max(-20.0, min(20.0, math.fsum(log_ratios) / n)))
+            good = config.rejection_floor <= mean <= (config.rejection_cap or 1.01)
+        elif config.rejection == "k2":
+            good = math.fsum(x * x / 2 for x in log_ratios) / n <= (config.rejection_cap or 2.0)
+        elif config.rejection == "k3":
+            k3 = math.fsum(r - 1 - x for r, x in zip(ratios, log_ratios, strict=True)) / n
+            good = k3 <= (config.rejection_cap or 0.01)
+        else:
+            good = True
+        outliers = [r for r in ratios if r < config.veto_floor or (config.veto_cap and r > config.veto_cap)]
+        stays.append(good and not outliers)
+    return stays
+
+
+def reference_cutoff(log_ratios: list[float], threshold: float) -> float:
+    """Drop the largest squares, equal ones together, until the mean is small enough; the largest that is left."""
+    left = [x * x for x in log_ratios]
+    while left and math.fsum(left) / len(left) > threshold:
+        left = [x for x in left if x < max(left)]
+    return max(left, default=-1.0)
+
+
+@pytest.mark.parametrize("rejection", ["none", "geometric", "k2", "k3"])
+@settings(max_examples=80, deadline=None)
+@given(
+    rollouts=st.lists(st.lists(st.floats(-40, 40) | st.floats(-0.03, 0.03), max_size=5), min_size=1, max_size=5),
+    cap=st.sampled_from([0.0, 1.5]),
+    veto_floor=st.sampled_from([0.0, 1e-4]),
+    veto_cap=st.sampled_from([0.0, 100.0]),
+)
+def test_every_rejection_equals_its_reference(
+    rejection: str, rollouts: list[list[float]], cap: float, veto_floor: float, veto_cap: float
+) -> None:
+    config = AlgorithmConfig(rejection=rejection, rejection_cap=cap, veto_floor=veto_floor, veto_cap=veto_cap)
+    kept = kept_rollouts(
+        torch.tensor([x for row in rollouts for x in (99.0, *row)], dtype=torch.float64),
+        torch.tensor([x for row in rollouts for x in (0.0, *[1.0] * len(row))], dtype=torch.float64),
+        Sequences(torch.tensor([i for i, row in enumerate(rollouts) for _ in range(1 + len(row))])),
+        config,
+    )
+    stays = reference_stays(rollouts, config)
+    assert kept.tolist() == [
+        float(good) for good, row in zip(stays, rollouts, strict=True) for _ in range(1 + len(row))
+    ]
+
+
+def test_each_bound_rejects_what_is_just_beyond_it() -> None:
+    """One-token and longer rollouts, in float32 as the learner has them, with the usual bounds."""
+    cases = [
+        ({"rejection": "geometric"}, [math.log(1.0099)], [math.log(1.0101)]),
+        ({"rejection": "geometric"}, [math.log(0.9901)], [math.log(0.9899)]),
+        ({"rejection": "geometric"}, [1.0, -1.0], [1.0, 1.0]),  # token ratios may differ, their mean counts
+        ({"rejection": "k2"}, [1.99], [2.01]),
+        ({"rejection": "k2"}, [2.8, 0.0], [2.9, 0.0]),
+        ({"rejection": "k3"}, [0.137], [0.14]),
+        ({"rejection": "k3"}, [-0.14], [-0.15]),
+        ({"veto_floor": 1e-4}, [0.0, math.log(1.1e-4)], [0.0, math.log(0.9e-4)]),
+        ({"veto_cap": 100.0}, [0.0, math.log(99.0)], [0.0, math.log(101.0)]),
+        ({"veto_floor": 1e-4, "veto_cap": 100.0}, [0.0], [-1e4]),
+    ]
+    for setting, good, bad in cases:
+        index = torch.tensor([0] * len(good) + [1] * len(bad))
+        kept = kept_rollouts(
+            torch.tensor([*good, *bad]), torch.ones(len(index)), Sequences(index), AlgorithmConfig(**setting)
+        )
+        assert kept.tolist() == [1.0] * len(good) + [0.0] * len(bad), setting
+
+
+@given(log_ratios=st.lists(st.floats(-3, 3) | st.sampled_from([-0.5, 0.25, 0.5]), max_size=12))
+def test_the_second_moment_cut_keeps_what_its_reference_keeps(log_ratios: list[float]) -> None:
+    cutoff = second_moment_cutoff(torch.tensor(log_ratios, dtype=torch.float64), 0.3)
+    expected = reference_cutoff(log_ratios, 0.3)
+    kept = [x for x in log_ratios if x * x <= cutoff]
+    assert kept == [x for x in log_ratios if x * x <= expected]
+    assert math.fsum(x * x for x in kept) <= 0.3 * len(kept) + 1e-9
+
+
+def test_the_interpolated_policy_stands_for_the_version_before() -> None:
+    p, mu = torch.tensor([-1.0] * 5, requires_grad=True), torch.tensor([-3.0] * 5)
+    proximal = interpolated_proximal(p, mu, torch.tensor([10, 9, 8, 6, 0]), 10)
+    assert not proximal.requires_grad
+    # A-3PO: alpha mu + (1 - alpha) p with alpha = 1 for fresh data, else 1 / lag
+    alpha = torch.tensor([1.0, 1.0, 1 / 2, 1 / 4, 1 / 10])
+    assert torch.allclose(proximal, alpha * mu + (1 - alpha) * p.detach())
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)

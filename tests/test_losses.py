@@ -13,12 +13,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_correction import reference_weights
+from test_correction import reference_cutoff, reference_stays, reference_weights
 
 from streamrl.config import AlgorithmConfig
+from streamrl.correction import second_moment_cutoff
 from streamrl.losses import policy_loss, policy_metrics
 
-LOSSES = ("ppo_clip", "reinforce_is", "cispo", "gspo")
+LOSSES = ("ppo_clip", "reinforce_is", "cispo", "gspo", "topr", "m2po")
+POLICY_VERSION = 9
 CORRECTIONS = ("none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask")
 AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum")
 
@@ -33,6 +35,7 @@ class Case:
     advantages: list[float]
     entropy: list[list[float]]
     ref: list[list[float]]
+    versions: list[list[int]]
 
 
 def bounded(x: float) -> float:
@@ -60,12 +63,26 @@ def reference(case: Case, config: AlgorithmConfig) -> tuple[float, list[list[flo
     proximal = case.p if case.o is None else case.o
     if config.proximal == "bypass":
         proximal = case.mu
-    anchor = case.p if config.loss == "reinforce_is" else proximal
-    weights = reference_weights(
-        [[a - m for a, m in zip(*rows, strict=True)] for rows in zip(anchor, case.mu, strict=True)], config
-    )
-    if config.loss == "cispo":
+    elif config.proximal == "interpolate":  # A-3PO: alpha mu + (1 - alpha) p, alpha = 1 / lag, 1 for fresh data
+        lags = [[max(POLICY_VERSION - version, 1) for version in row] for row in case.versions]
+        proximal = [
+            [m / d + (1 - 1 / d) * p for p, m, d in zip(*rows, strict=True)]
+            for rows in zip(case.p, case.mu, lags, strict=True)
+        ]
+    without_proximal = config.loss in ("reinforce_is", "cispo", "topr", "m2po")
+
+    def minus_mu(values: list[list[float]]) -> list[list[float]]:
+        return [[a - m for a, m in zip(*rows, strict=True)] for rows in zip(values, case.mu, strict=True)]
+
+    drift = minus_mu(case.p if without_proximal or config.proximal == "bypass" else proximal)
+    weights = reference_weights(drift if config.loss == "reinforce_is" else minus_mu(proximal), config)
+    if config.loss in ("cispo", "topr"):
         weights = [[1.0] * len(row) for row in case.p]
+    elif config.loss == "m2po":
+        cutoff = reference_cutoff([x for row in drift for x in row], config.m2_threshold)
+        weights = [[1.0 if x * x <= cutoff else 0.0 for x in row] for row in drift]
+    stays = reference_stays(drift, config)
+    weights = [[w if good else 0.0 for w in row] for row, good in zip(weights, stays, strict=True)]
     for i, advantage in enumerate(case.advantages):
         row_loss, row_slope = [], []
         n = len(case.p[i])
@@ -76,6 +93,14 @@ def reference(case: Case, config: AlgorithmConfig) -> tuple[float, list[list[flo
                 clipped = min(max(math.exp(bounded(p - mu)), 1 - config.clip_low), 1 + config.clip_high)
                 row_loss.append(-clipped * advantage * p)
                 row_slope.append(-clipped * advantage)
+            elif config.loss == "topr":  # Le Roux et al. 2025, eq. 8: [ratio of the whole response] in [0, 1]
+                of_response = math.exp(bounded(math.fsum(drift[i])))
+                taper = 1.0 if advantage >= 0 else min(of_response, 1.0)
+                row_loss.append(-taper * advantage * p)
+                row_slope.append(-taper * advantage)
+            elif config.loss == "m2po":  # Zheng et al. 2025: M r A
+                row_loss.append(-w * advantage * math.exp(bounded(p - mu)))
+                row_slope.append(-w * advantage * slope(p - mu))
             elif config.loss == "reinforce_is":
                 row_loss.append(-w * advantage * p)
                 row_slope.append(-w * advantage)
@@ -133,6 +158,8 @@ def ours(case: Case, config: AlgorithmConfig) -> tuple[float, list[list[float]]]
         prox_log_probs=None if case.o is None else torch.tensor(pack(case.o, 3.0), dtype=torch.float64),
         ref_log_probs=torch.tensor(pack(case.ref, math.inf), dtype=torch.float64),
         entropy=torch.tensor(pack(case.entropy, math.nan), dtype=torch.float64),
+        versions=torch.tensor([v for row in case.versions for v in (0, *row)]),
+        policy_version=POLICY_VERSION,
     )
     loss.backward()
     gradients, rows, start = log_probs.grad, [], 0
@@ -161,6 +188,7 @@ def cases(draw: st.DrawFn) -> Case:
         advantages=draw(st.lists(st.floats(-3, 3), min_size=len(lengths), max_size=len(lengths))),
         entropy=draw(rows),
         ref=[[x + draw(near) for x in row] for row in p] if draw(st.booleans()) else draw(rows),
+        versions=[draw(st.lists(st.integers(0, POLICY_VERSION), min_size=n, max_size=n)) for n in lengths],
     )
 
 
@@ -171,7 +199,9 @@ def cases(draw: st.DrawFn) -> Case:
     correction=st.sampled_from(CORRECTIONS),
     aggregation=st.sampled_from(AGGREGATIONS),
     denominator=st.sampled_from(["original", "kept"]),
-    proximal=st.sampled_from(["recompute", "bypass"]),
+    proximal=st.sampled_from(["recompute", "bypass", "interpolate"]),
+    rejection=st.sampled_from(["none", "none", "geometric", "k2", "k3"]),
+    veto=st.booleans(),
     dual_clip=st.sampled_from([0.0, 1.5, 3.0]),
     entropy_coef=st.sampled_from([0.0, 0.1]),
     kl_coef=st.sampled_from([0.0, 0.05]),
@@ -184,6 +214,8 @@ def test_losses_and_gradients_equal_the_reference(
     aggregation: str,
     denominator: str,
     proximal: str,
+    rejection: str,
+    veto: bool,
     dual_clip: float,
     entropy_coef: float,
     kl_coef: float,
@@ -195,6 +227,12 @@ def test_losses_and_gradients_equal_the_reference(
         aggregation=aggregation,
         masked_denominator=denominator,
         proximal=proximal,
+        rejection=rejection,
+        rejection_cap=1.2 if rejection != "none" else 0.0,
+        rejection_floor=0.8,
+        veto_floor=1e-4 if veto else 0.0,
+        veto_cap=100.0 if veto else 0.0,
+        m2_threshold=0.2,
         dual_clip=dual_clip,
         entropy_coef=entropy_coef,
         kl_coef=kl_coef,
@@ -221,6 +259,8 @@ def test_micro_batches_add_up_to_the_global_batch(loss: str, aggregation: str, d
         aggregation=aggregation,
         masked_denominator=denominator,
         correction="sequence_mask",
+        rejection="k3",
+        rejection_cap=0.03,
         entropy_coef=0.01,
     )
     index = torch.repeat_interleave(torch.arange(6), torch.tensor([3, 1, 5, 2, 4, 6]))
@@ -229,11 +269,13 @@ def test_micro_batches_add_up_to_the_global_batch(loss: str, aggregation: str, d
     mu, advantages = -torch.rand(len(index)), torch.randn(len(index))
     p, entropy = mu + 0.2 * torch.randn(len(index)), torch.rand(len(index))
 
+    cutoff = second_moment_cutoff((p - mu)[mask.bool()], config.m2_threshold)
+
     def run(chosen: torch.Tensor, count: float | None) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         current = p[chosen].clone().requires_grad_()
         loss, sums = policy_loss(
             current, mu[chosen], advantages[chosen], mask[chosen], index[chosen], config, entropy=entropy[chosen],
-            denominator=count,
+            denominator=count, m2_cutoff=cutoff,
         )  # fmt: skip
         loss.backward()
         assert current.grad is not None
@@ -254,6 +296,7 @@ def test_a_term_that_the_config_asks_for_is_never_left_out() -> None:
     for config, missing in (
         (AlgorithmConfig(entropy_coef=0.1), "entropy"),
         (AlgorithmConfig(kl_coef=0.1), "ref_log_probs"),
+        (AlgorithmConfig(proximal="interpolate"), "versions"),
     ):
         with pytest.raises(ValueError, match=missing):
             policy_loss(zeros, zeros, zeros, torch.ones(2), index, config)

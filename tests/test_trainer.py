@@ -33,6 +33,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "entropy_coef": 0.01,
         "kl_coef": 0.1,
     },
+    "m2po": {"loss": "m2po", "correction": "none", "m2_threshold": 0.005, "rejection": "k3"},
+    "interpolate": {"proximal": "interpolate", "clip_high": 0.05, "rejection": "geometric", "rejection_cap": 1.1},
     "bypass": {"advantage": "rloo", "loss": "gspo", "proximal": "bypass", "correction": "none", "clip_high": 0.05},
 }
 
@@ -246,6 +248,9 @@ def _with_reward(rollout: Rollout, reward: float) -> Rollout:
         (3, {"proximal": "bypass", "correction": "none"}),
         (3, {"loss": "cispo", "correction": "none", "advantage": "reinforce_pp"}),
         (3, {"loss": "reinforce_is"}),
+        (3, {"loss": "topr", "correction": "none"}),
+        (3, {"loss": "m2po", "correction": "none"}),
+        (3, {"proximal": "interpolate", "rejection": "k2", "veto_floor": 1e-4, "veto_cap": 100.0}),
         (3, {"loss": "gspo", "aggregation": "sequence_mean_token_sum"}),
     ],
 )
