@@ -11,6 +11,7 @@ import argparse
 import difflib
 import importlib.metadata
 import json
+import os
 import pathlib
 import sys
 import traceback
@@ -133,9 +134,22 @@ def _launch(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.dry_run:
         print_plan(plan)
         return DONE
+    if config.ray.address:
+        _use_ray_token()
     from actors.launch import launch
 
     return launch(config, run_dir)
+
+
+def _use_ray_token() -> None:
+    """Have Ray show its token to the cluster that a run joins.
+
+    Ray reads RAY_AUTH_MODE once, when it is imported. `ray start` asks for the token that Ray keeps on this machine as
+    soon as there is one; a driver that joins sends it only in this mode. A cluster without a token takes it too.
+    """
+    token = pathlib.Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+    if "RAY_AUTH_TOKEN" in os.environ or token.is_file():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def _read_config(arguments: argparse.Namespace, overrides: list[str]) -> Config:

@@ -272,10 +272,11 @@ def _ray_session(config: Config) -> Iterator[None]:
         options |= {"address": "local", "object_store_memory": OBJECT_STORE_BYTES}
     try:
         ray.init(**options)
-    except ConnectionError as error:
+    except (ConnectionError, ray.exceptions.RayError) as error:
         raise ConfigError(
-            f"ray.address ({config.ray.address}): no Ray cluster answers there ({error}). Start one with "
-            "`ray start --head`, or leave ray.address empty to start one for this run."
+            f"ray.address ({config.ray.address}): no Ray cluster takes this run ({error}). Start one with "
+            "`ray start --head`, or leave ray.address empty to start one for this run. A cluster that asks for a token "
+            "needs RAY_AUTH_MODE=token and the cluster's token in ~/.ray/auth_token."
         ) from None
     try:
         wanted = config.generator.count * config.generator.gpus + config.learner.ranks * config.learner.gpus

@@ -271,6 +271,21 @@ def test_a_cluster_that_does_not_answer_is_refused(capsys: pytest.CaptureFixture
     assert f"ray.address ({address})" in message and part in message
 
 
+@pytest.mark.parametrize(("has_token", "mode"), [(True, "token"), (False, None)])
+def test_a_cluster_that_is_joined_is_shown_the_token_of_ray(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, has_token: bool, mode: str | None
+) -> None:
+    if has_token:
+        (tmp_path / "token").write_text("a token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setenv("RAY_AUTH_MODE", "")  # restored afterwards
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    monkeypatch.setitem(sys.modules, "actors.launch", FakeLaunch([]))
+    with socket.create_server(("127.0.0.1", 0)) as cluster:
+        assert cli.run(["launch", "--ray-address", f"127.0.0.1:{cluster.getsockname()[1]}"]) == 0
+    assert os.environ.get("RAY_AUTH_MODE") == mode
+
+
 def test_a_reward_function_that_cannot_be_had_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(capsys, "launch", "reward.kind=python", "reward.function=no_such_module_here:score")
     assert "reward.function (no_such_module_here:score): cannot be imported" in message
