@@ -126,15 +126,15 @@ class DataCounts:
     train: int
     held_out: int
     duplicates: int  # training rows whose text an earlier row has
-    leaked: int  # training rows whose text is held out
+    leaked: int  # training rows whose text is that of a held-out row
     long_train: int  # longer than data.max_prompt_tokens
     long_held_out: int
 
     def __str__(self) -> str:
-        """`7,115 training prompts, 128 held out; left out: 859 duplicates, 26 that are held out`."""
+        """`7,115 training prompts, 128 held out; left out: 859 duplicates, 26 equal to a held-out one`."""
         reasons = (
             (self.duplicates, "duplicates"),
-            (self.leaked, "that are held out"),
+            (self.leaked, "equal to a held-out one"),
             (self.long_train, "longer than data.max_prompt_tokens"),
             (self.long_held_out, "held-out ones longer than data.max_prompt_tokens"),
         )

@@ -47,7 +47,7 @@ class ExampleSets:
     train: tuple[Example, ...]
     held_out: tuple[Example, ...]
     num_duplicates: int  # training rows dropped because an earlier row has the same text
-    num_leaked: int  # training rows dropped because a held-out prompt has the same text
+    num_leaked: int  # training rows dropped because a held-out prompt, another row, has the same text
 
 
 def load_examples(config: Config) -> ExampleSets:
@@ -78,10 +78,12 @@ def load_examples(config: Config) -> ExampleSets:
         else:
             held_out = _distinct(reversed(rows), num_held_out)[::-1]
         train = rows
-    return _split(config, train, held_out)
+    own_file = config.data.source != "reasoning_gym" and not config.data.eval_path
+    return _split(config, train, held_out, num_set_apart=len(held_out) if own_file else 0)
 
 
-def _split(config: Config, rows: Iterable[Example], held_out: list[Example]) -> ExampleSets:
+def _split(config: Config, rows: Iterable[Example], held_out: list[Example], *, num_set_apart: int) -> ExampleSets:
+    """`num_set_apart`: how many of the held-out examples are among the rows themselves."""
     held_out_texts = {e.text for e in held_out}
     train: dict[str, Example] = {}
     num_rows = num_leaked = 0
@@ -100,7 +102,7 @@ def _split(config: Config, rows: Iterable[Example], held_out: list[Example]) -> 
         train=tuple(train.values()),
         held_out=tuple(held_out),
         num_duplicates=num_rows - num_leaked - len(train),
-        num_leaked=num_leaked,
+        num_leaked=num_leaked - num_set_apart,
     )
 
 
