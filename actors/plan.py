@@ -20,6 +20,7 @@ import msgspec
 from actors.rewards import check_reward
 from streamrl.base_model import model_kind
 from streamrl.config import Config
+from streamrl.custom import check_custom_functions
 from streamrl.errors import ConfigError
 from streamrl.examples import ExampleSets, load_examples
 from streamrl.mlflow_server import check_port_free
@@ -77,6 +78,7 @@ def make_plan(config: Config, run_dir: pathlib.Path, *, quick: bool = False) -> 
     data_text, num_train = _check_data(c, kind, quick=quick)
     if c.reward.kind == "python":
         check_reward(c)
+    check_custom_functions(c)
     parameters = _num_parameters(c, kind)
     admitted = (c.buffer.max_staleness + 1) * c.rollouts_per_step
     rollout_bytes = 4 * c.data.max_prompt_tokens + 12 * c.generator.max_new_tokens  # ids; ids, log-probs, versions

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from streamrl.config import AlgorithmConfig
+from streamrl.custom import custom_function
+from streamrl.errors import ConfigError
 
 EPSILON = 1e-6  # added to the denominator of normalised estimators, as verl does
 
@@ -31,6 +33,9 @@ def compute_advantages(
     - `maxrl`: (r - mean) / mean over the group, 0 where the mean is 0 (Tajwar et al. 2026, maximum likelihood RL). It
       is meant for rewards in [0, 1].
 
+    - `python:module:function`: the user's function(rewards [R] float64, group_index [R] int64, config) -> [R]. It sees
+      one rank's whole groups, not the global batch.
+
     A group of one member has no baseline of its own: its advantage is 0 for the group estimators.
 
     Args:
@@ -45,6 +50,10 @@ def compute_advantages(
     """
     assert rewards.ndim == 1 and rewards.shape == group_index.shape
     exact = rewards.double()
+    if len(rewards) == 0:  # a rank without data
+        return rewards.clone()
+    if config.advantage.startswith("python:"):
+        return _custom_advantages(exact, group_index, config).to(rewards.dtype)
     if config.advantage == "reinforce_pp":
         mean, std = batch_moments if batch_moments is not None else sample_moments(exact)
         return ((exact - mean) / (std + EPSILON)).to(rewards.dtype)
@@ -65,6 +74,17 @@ def compute_advantages(
         std_per_group = (squares / (count - 1).clamp(min=1)).sqrt()
         advantages = centred / (std_per_group[group] + EPSILON)
     return advantages.to(rewards.dtype)
+
+
+def _custom_advantages(rewards: Tensor, group_index: Tensor, config: AlgorithmConfig) -> Tensor:
+    advantages = custom_function(config.advantage, setting="algorithm.advantage")(rewards, group_index, config)
+    if not isinstance(advantages, Tensor) or advantages.shape != rewards.shape:
+        got = list(advantages.shape) if isinstance(advantages, Tensor) else type(advantages).__name__
+        raise ConfigError(
+            f"algorithm.advantage ({config.advantage}): must return one number per rollout, a tensor "
+            f"{list(rewards.shape)}; it returned {got}."
+        )
+    return advantages
 
 
 def sample_moments(rewards: Tensor) -> tuple[float, float]:

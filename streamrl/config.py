@@ -16,7 +16,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-from streamrl.config_rules import rules
+from streamrl.config_rules import ADVANTAGES, LOSSES, rules
 from streamrl.config_tree import apply_override, convert_tree, read_yaml
 from streamrl.errors import ConfigError
 
@@ -190,10 +190,10 @@ class BufferConfig(_Section, frozen=True):
 class AlgorithmConfig(_Section, frozen=True):
     group_size: Count = 8
     """n: responses per prompt instance."""
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "maxrl"] = "grpo"
-    """Advantage estimator over the rewards of a group."""
-    loss: Literal["ppo_clip", "reinforce_is", "cispo", "gspo", "topr", "m2po"] = "ppo_clip"
-    """Policy loss; docs/algorithms.md says what each does."""
+    advantage: Annotated[str, Meta(examples=[*ADVANTAGES, "python:module:function"])] = "grpo"
+    """Advantage estimator over the rewards of a group, or a function of yours; docs/algorithms.md has the formulas."""
+    loss: Annotated[str, Meta(examples=[*LOSSES, "python:module:function"])] = "ppo_clip"
+    """Policy loss, or a function of yours; docs/algorithms.md has the formulas."""
     clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
     """Lower clip range of the ratio: 1 - clip_low."""
     clip_high: Annotated[float, Meta(gt=0)] = 0.2
@@ -235,8 +235,10 @@ class AlgorithmConfig(_Section, frozen=True):
     entropy_coef: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of the entropy bonus."""
     kl_coef: Annotated[float, Meta(ge=0)] = 0.0
-    """Weight of the KL divergence to the reference policy, the model that the run started from, in the loss. 0 loads no
-    reference."""
+    """Weight of the KL divergence to the reference policy, the model that the run started from; 0 loads none."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where it counts. `loss`: its gradient is added at every token; `reward`: it is subtracted from the reward of the
+    response before advantages are computed, summed over its tokens, with mu in place of p."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that divergence, from p and the reference's log-prob q of the token: k1 = p - q (no gradient in
     expectation), k2 = (p - q)^2 / 2, k3 = exp(q - p) - 1 - (q - p)."""

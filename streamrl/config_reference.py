@@ -90,6 +90,8 @@ def _values(kind: Any) -> str:
         return ", ".join(f"`{choice}`" for choice in get_args(kind))
     if get_origin(kind) is Annotated:
         base, meta = get_args(kind)
+        if meta.examples:
+            return ", ".join(f"`{example}`" for example in meta.examples)
         bounds = [
             f"{sign} {bound:.15g}"
             for sign, bound in ((">=", meta.ge), (">", meta.gt), ("<=", meta.le), ("<", meta.lt))

@@ -6,6 +6,7 @@ the data, the model or the machine is refused where those are looked at.
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import math
 from collections.abc import Iterable
@@ -13,6 +14,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from streamrl.config import Config
+
+LOSSES = ("ppo_clip", "reinforce_is", "cispo", "gspo", "topr", "m2po")
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "maxrl")
 
 
 def rules(c: Config) -> Iterable[tuple[bool, str]]:
@@ -22,6 +26,14 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         f"run.name ({c.run.name!r}): names the run's directory too, so it must be plain. Set run.name=quickstart.",
     )
     a, b, d, g, m = c.algorithm, c.buffer, c.data, c.generator, c.model
+    for setting, name, known in (("loss", a.loss, LOSSES), ("advantage", a.advantage, ADVANTAGES)):
+        near = [one for one in known if name in one] or difflib.get_close_matches(name, known)
+        hint = f" Did you mean algorithm.{setting}={near[0]}?" if near else ""
+        yield (
+            name not in known and not name.startswith("python:"),
+            f"algorithm.{setting} ({name!r}): must be one of {', '.join(known)}, or python:module:function for one of "
+            f"your own.{hint}",
+        )
     yield (
         a.group_size == 1 and a.advantage in ("grpo", "dr_grpo", "rloo", "maxrl"),
         f"algorithm.group_size (1): {a.advantage} compares the responses of one prompt, so it needs at least 2. "
@@ -32,10 +44,10 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         "algorithm.group_size (1) * learner.groups_per_step (1): reinforce_pp normalises over the batch, and one "
         "response has nothing to be compared with. Set algorithm.group_size=8.",
     )
-    weighted = a.loss in ("ppo_clip", "gspo")
+    weighted, own = a.loss in ("ppo_clip", "gspo"), a.loss.startswith("python:")
     uncorrected = a.correction == "none" and a.rejection == "none"
     yield (
-        weighted and a.proximal == "bypass" and a.correction != "none",
+        (weighted or own) and a.proximal == "bypass" and a.correction != "none",
         f"algorithm.correction ({a.correction}): with algorithm.proximal=bypass the ratio of {a.loss} is already taken "
         "against the behaviour policy; a weight would count it twice. Set algorithm.correction=none, or "
         "algorithm.proximal=recompute.",
@@ -46,7 +58,7 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         "another would count it twice. Set algorithm.correction=none, or algorithm.loss=reinforce_is.",
     )
     yield (
-        not weighted and a.proximal == "interpolate",
+        not (weighted or own) and a.proximal == "interpolate",
         f"algorithm.proximal (interpolate): {a.loss} has no proximal policy. Leave it out, or set "
         "algorithm.loss=ppo_clip.",
     )
@@ -96,7 +108,7 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         "Set algorithm.dual_clip=3.0, or 0 to turn it off.",
     )
     yield (
-        a.dual_clip > 0 and not weighted,
+        a.dual_clip > 0 and not (weighted or own),
         f"algorithm.dual_clip ({a.dual_clip}): {a.loss} has no clipped ratio for it to act on. Set "
         "algorithm.dual_clip=0, or algorithm.loss=ppo_clip.",
     )
@@ -112,7 +124,7 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         f"{b.max_staleness + 1} steps only. Set buffer.max_times_sampled<={b.max_staleness + 1}, or "
         f"buffer.max_staleness>={b.max_times_sampled - 1}.",
     )
-    fewest = 1 if a.advantage == "reinforce_pp" else 2
+    fewest = 1 if a.advantage == "reinforce_pp" or a.advantage.startswith("python:") else 2
     yield (
         b.incomplete_groups == "min_members" and not fewest <= b.min_members <= a.group_size,
         f"buffer.min_members ({b.min_members}): must be from {fewest} to algorithm.group_size ({a.group_size}) for "

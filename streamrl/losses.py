@@ -35,6 +35,8 @@ from streamrl.correction import (
     off_policy_sums,
     second_moment_cutoff,
 )
+from streamrl.custom import custom_function
+from streamrl.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ class LossInputs:
     sequences: Sequences  # sums and means over the tokens of each rollout
 
 
-LossFunction = Callable[[LossInputs, AlgorithmConfig], tuple[Tensor, Tensor]]
+LossFunction = Callable[[LossInputs, AlgorithmConfig], tuple[Tensor, Tensor] | Tensor]
 
 
 def policy_loss(
@@ -94,7 +96,7 @@ def policy_loss(
     Returns:
         The scalar loss, and sums over this batch that add up over micro-batches and ranks: those of
         `off_policy_sums`, and `clipped_tokens`, `masked_tokens`, `rejected_tokens`, `truncated_tokens`, `entropy`,
-        `kl_ref` (of `kl_coef` > 0), `kept_denominator`.
+        `kl_ref` (of a KL in the loss), `kept_denominator`.
     """
     mask = response_mask.to(log_probs.dtype)
     chosen = mask.bool()
@@ -138,7 +140,7 @@ def policy_loss(
         weights=weights,
         sequences=sequences,
     )
-    token_loss, clipped = LOSSES[config.loss](inputs, config)
+    token_loss, clipped = _token_loss(inputs, config)
 
     kept = mask * (weights > 0)
     if config.entropy_coef > 0:
@@ -146,10 +148,10 @@ def policy_loss(
             raise ValueError(f"entropy (None): algorithm.entropy_coef ({config.entropy_coef}) needs it")
         token_loss = token_loss - config.entropy_coef * torch.where(chosen, entropy, 0.0)
     divergence = None
-    if config.kl_coef > 0:
+    if config.kl_coef > 0 and config.kl_in == "loss":
         if ref_log_probs is None:
             raise ValueError(f"ref_log_probs (None): algorithm.kl_coef ({config.kl_coef}) needs them")
-        divergence = _divergence(torch.where(chosen, ref_log_probs, 0.0).detach() - current, config)
+        divergence = divergence_estimate(torch.where(chosen, ref_log_probs, 0.0).detach() - current, config)
         token_loss = token_loss + config.kl_coef * divergence
     counted = kept if config.masked_denominator == "kept" else mask
     loss, own_denominator = _aggregate(token_loss * kept, counted, sequences, config)
@@ -166,6 +168,22 @@ def policy_loss(
     if divergence is not None:
         sums["kl_ref"] = divergence.detach().double().sum()
     return loss, sums
+
+
+def _token_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """[T] and [T] bool, of a loss here or of the user's, which may leave out the second."""
+    if config.loss in LOSSES:
+        function = LOSSES[config.loss]
+    else:
+        function = custom_function(config.loss, setting="algorithm.loss")
+    result = function(inputs, config)
+    loss, clipped = (result, torch.zeros_like(result).bool()) if isinstance(result, Tensor) else result
+    if loss.shape != inputs.log_probs.shape:
+        raise ConfigError(
+            f"algorithm.loss ({config.loss}): must return the loss of every token, {list(inputs.log_probs.shape)}; it "
+            f"returned {list(loss.shape)}. Do not sum or average: algorithm.aggregation does."
+        )
+    return loss, clipped
 
 
 def ppo_clip(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
@@ -252,7 +270,7 @@ def _clipped_surrogate(ratio: Tensor, advantages: Tensor, config: AlgorithmConfi
     return loss, clipped
 
 
-def _divergence(log_ratio: Tensor, config: AlgorithmConfig) -> Tensor:
+def divergence_estimate(log_ratio: Tensor, config: AlgorithmConfig) -> Tensor:
     """KL(p || q) of each token by the estimators of Schulman 2020, from log_ratio = q - p."""
     if config.kl_estimator == "k1":
         return -log_ratio

@@ -31,13 +31,26 @@ class MicroBatch:
     tokens: TensorDict  # [T]: input_ids, position_ids, sequence_index, versions int64; response_mask, old_log_probs,
     # advantages float32
     lengths: tuple[int, ...]  # tokens of each sequence, prompt and response
+    rollouts: tuple[int, ...] = ()  # which of `pack_rollouts`'s rollouts each sequence is
 
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
 
     def to(self, device: torch.device) -> MicroBatch:
-        return MicroBatch(tokens=self.tokens.to(device), lengths=self.lengths)
+        return MicroBatch(tokens=self.tokens.to(device), lengths=self.lengths, rollouts=self.rollouts)
+
+    def set_advantages(self, advantages: Tensor) -> None:
+        """Replace the advantages by those of [R], in the order of `pack_rollouts`'s rollouts."""
+        if self.rollouts:
+            mine = advantages.float()[list(self.rollouts)]
+            self.tokens["advantages"] = mine[self.tokens["sequence_index"]]
+
+    def sum_over_rollouts(self, values: Tensor, into: Tensor) -> None:
+        """Add [T] values to [R] `into`, each to its token's rollout."""
+        if self.rollouts:
+            of_token = torch.tensor(self.rollouts)[self.tokens["sequence_index"]]
+            into.index_add_(0, of_token, values.to(into.dtype))
 
 
 def pack_rollouts(rollouts: Sequence[Rollout], advantages: Tensor, *, max_tokens: int) -> list[MicroBatch]:
@@ -69,7 +82,7 @@ def pack_rollouts(rollouts: Sequence[Rollout], advantages: Tensor, *, max_tokens
         bins[-1].append(i)
         room -= rollouts[i].num_tokens
     numbers = advantages.float().numpy()
-    return [_pack([rollouts[i] for i in chosen], numbers[chosen]) for chosen in bins]
+    return [_pack([rollouts[i] for i in chosen], numbers[chosen], positions=chosen) for chosen in bins]
 
 
 def pack_prompts(sequences: Sequence[Sequence[int]]) -> MicroBatch:
@@ -98,7 +111,7 @@ def filler_micro_batch() -> MicroBatch:
     return batch
 
 
-def _pack(rollouts: Sequence[Rollout], advantages: np.ndarray) -> MicroBatch:
+def _pack(rollouts: Sequence[Rollout], advantages: np.ndarray, *, positions: Sequence[int] = ()) -> MicroBatch:
     lengths = [r.num_tokens for r in rollouts]
     total = sum(lengths)
     columns = {
@@ -121,4 +134,4 @@ def _pack(rollouts: Sequence[Rollout], advantages: np.ndarray) -> MicroBatch:
         columns["old_log_probs"][middle:end] = rollout.old_log_probs
         start = end
     tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
-    return MicroBatch(tokens=TensorDict(tensors, batch_size=[total]), lengths=tuple(lengths))
+    return MicroBatch(tokens=TensorDict(tensors, batch_size=[total]), lengths=tuple(lengths), rollouts=tuple(positions))

@@ -20,7 +20,7 @@ from torch import Tensor
 from streamrl.advantages import compute_advantages
 from streamrl.config import Config
 from streamrl.correction import off_policy_metrics, second_moment_cutoff
-from streamrl.losses import policy_loss, policy_metrics
+from streamrl.losses import divergence_estimate, policy_loss, policy_metrics
 from streamrl.packing import MicroBatch, filler_micro_batch, pack_rollouts
 from streamrl.policy import Policy
 from streamrl.records import Rollout, RolloutGroup
@@ -71,15 +71,23 @@ class Trainer:
         of_rollouts = _rollout_sums(rollouts, batch.groups, policy_version)
         reward_moments = _moments(_all_reduce(of_rollouts), "reward")
 
+        micro_batches = self._micro_batches(rollouts)
+        if self._reference is not None:
+            self._add_reference(micro_batches)
         group_index = torch.tensor([i for i, g in enumerate(batch.groups) for _ in g.rollouts], dtype=torch.int64)
         rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
-        advantages = compute_advantages(rewards, group_index, algorithm, batch_moments=reward_moments)
+        if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
+            divergence = self._divergence(micro_batches, len(rollouts))
+            rewards = rewards - algorithm.kl_coef * divergence
+            of_rollouts["kl_ref"] = float(divergence.sum())
+        advantages = compute_advantages(rewards, group_index, algorithm, batch_moments=self._batch_moments(rewards))
+        for micro_batch in micro_batches:
+            micro_batch.set_advantages(advantages)
         count = batch.num_response_tokens if algorithm.aggregation == "token_mean" else batch.num_rollouts
 
         self.optimizer.zero_grad(set_to_none=True)
         sums: dict[str, Tensor] = {}
         mismatch = -1.0
-        micro_batches = self._micro_batches(rollouts, advantages)
         m2_cutoff = self._m2_cutoff(micro_batches) if algorithm.loss == "m2po" else None
         for micro_batch in micro_batches:
             part, largest = self._backward(micro_batch, float(count), policy_version, m2_cutoff)
@@ -124,11 +132,40 @@ class Trainer:
             metrics["offpolicy/logprob_mismatch"] = maxima["mismatch"]
         return metrics
 
-    def _micro_batches(self, rollouts: Sequence[Rollout], advantages: Tensor) -> list[MicroBatch]:
-        """The rank's micro-batches and as many fillers as it takes to have the count of the rank that has most."""
-        packed = pack_rollouts(rollouts, advantages, max_tokens=self._config.learner.micro_batch_tokens)
+    def _micro_batches(self, rollouts: Sequence[Rollout]) -> list[MicroBatch]:
+        """The rank's micro-batches, still without advantages, and as many fillers as it takes to have the count of the
+        rank that has most."""
+        packed = pack_rollouts(rollouts, torch.zeros(len(rollouts)), max_tokens=self._config.learner.micro_batch_tokens)
         most = _all_reduce({"count": float(len(packed))}, op=dist.ReduceOp.MAX)["count"]
         return packed + [filler_micro_batch()] * (int(most) - len(packed))
+
+    @torch.no_grad()
+    def _add_reference(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """The log-probs of the frozen reference, as column `ref_log_probs`."""
+        assert self._reference is not None
+        for micro_batch in micro_batches:
+            log_probs, _ = self._reference.token_log_probs(micro_batch)
+            micro_batch.tokens["ref_log_probs"] = log_probs.cpu()
+
+    def _divergence(self, micro_batches: Sequence[MicroBatch], num_rollouts: int) -> Tensor:
+        """[R] float64: KL(mu || reference) of every rollout, estimated token by token and summed."""
+        divergence = torch.zeros(num_rollouts, dtype=torch.float64)
+        for micro_batch in micro_batches:
+            tokens = micro_batch.tokens
+            log_ratio = (tokens["ref_log_probs"] - tokens["old_log_probs"]) * tokens["response_mask"]
+            micro_batch.sum_over_rollouts(divergence_estimate(log_ratio.double(), self._config.algorithm), divergence)
+        return divergence
+
+    def _batch_moments(self, rewards: Tensor) -> tuple[float, float] | None:
+        """Mean and standard deviation over the global batch, for the estimator that needs them."""
+        if self._config.algorithm.advantage != "reinforce_pp":
+            return None
+        sums = {
+            "rollouts": float(len(rewards)),
+            "reward": float(rewards.sum()),
+            "reward_squared": float((rewards**2).sum()),
+        }
+        return _moments(_all_reduce(sums), "reward")
 
     @torch.no_grad()
     def _m2_cutoff(self, micro_batches: Sequence[MicroBatch]) -> float:
@@ -156,10 +193,6 @@ class Trainer:
         micro_batch = micro_batch.to(self._policy.device)
         tokens = micro_batch.tokens
         log_probs, entropy = self._policy.token_log_probs(micro_batch, entropy_grad=algorithm.entropy_coef > 0)
-        ref_log_probs = None
-        if self._reference is not None:
-            with torch.no_grad():
-                ref_log_probs, _ = self._reference.token_log_probs(micro_batch)
         loss, sums = policy_loss(
             log_probs,
             tokens["old_log_probs"],
@@ -167,7 +200,7 @@ class Trainer:
             tokens["response_mask"],
             tokens["sequence_index"],
             algorithm,
-            ref_log_probs=ref_log_probs,
+            ref_log_probs=tokens.get("ref_log_probs", None),
             entropy=entropy,
             versions=tokens["versions"],
             policy_version=policy_version,

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import pathlib
+import re
 
-from streamrl.config import load_config
+import pytest
+import torch
+import yaml
+
+import streamrl.losses
+from streamrl.advantages import compute_advantages
+from streamrl.config import AlgorithmConfig, check_config, config_from_tree, load_config
+from streamrl.config_rules import ADVANTAGES, LOSSES
 from streamrl.errors import ConfigError
 
 REFUSED = {
@@ -39,6 +47,12 @@ REFUSED = {
         ["algorithm.proximal=interpolate", "algorithm.loss=reinforce_is"],
         "algorithm.proximal (interpolate)",
     ),
+    "an unknown loss": (["algorithm.loss=ppo_clop"], "Did you mean algorithm.loss=ppo_clip?"),
+    "an unknown advantage": (["algorithm.advantage=gae"], "algorithm.advantage ('gae'): must be one of grpo, dr_grpo"),
+    "a loss of one's own with a weight that is always 1": (
+        ["algorithm.loss=python:my_module:my_loss", "algorithm.proximal=bypass"],
+        "count it twice",
+    ),
     "a rejection of fresh data": (
         ["algorithm.rejection=geometric", "algorithm.rejection_cap=0.999"],
         "algorithm.rejection_cap (0.999)",
@@ -61,6 +75,26 @@ REFUSED = {
 }
 
 
+PAGE = (pathlib.Path(__file__).resolve().parent.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("recipe", re.findall(r"```yaml\n(.+?)```", PAGE, re.S))
+def test_every_recipe_of_the_documentation_is_accepted(recipe: str) -> None:
+    check_config(config_from_tree(yaml.safe_load(recipe)))
+
+
+def test_the_documentation_has_every_loss_and_estimator_and_its_recipes() -> None:
+    assert PAGE.count("```yaml") == 6
+    assert all(f"| `{name}` |" in PAGE for name in (*LOSSES, *ADVANTAGES))
+
+
+def test_the_names_that_are_accepted_are_those_that_exist() -> None:
+    assert set(LOSSES) == set(streamrl.losses.LOSSES)
+    rewards, groups = torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([0, 0, 1, 1])
+    results = {name: tuple(compute_advantages(rewards, groups, AlgorithmConfig(advantage=name))) for name in ADVANTAGES}
+    assert len(set(results.values())) == len(ADVANTAGES)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_contradiction_is_refused(case: str) -> None:
     overrides, message = REFUSED[case]
@@ -77,6 +111,8 @@ def test_a_contradiction_is_refused(case: str) -> None:
         ["algorithm.loss=topr", "algorithm.correction=none"],
         ["algorithm.loss=m2po", "algorithm.correction=none"],
         ["algorithm.proximal=interpolate"],
+        ["algorithm.loss=python:my_module:my_loss", "algorithm.advantage=python:my_module:mine"],
+        ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
         ["algorithm.proximal=interpolate", "algorithm.correction=none", "buffer.max_staleness=1"],
         ["algorithm.correction=none", "algorithm.rejection=geometric"],
         ["algorithm.rejection=k3", "algorithm.veto_floor=1e-4", "algorithm.veto_cap=100"],

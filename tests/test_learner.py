@@ -56,6 +56,7 @@ class FakeBufferClient:
 class FakePublisher:
     """Notes which versions were published with which probe log-probs."""
 
+    num_refused = 0
     last: FakePublisher
 
     def __init__(self, config: Any, *, named_parameters: Any, probe: Any, **_: Any) -> None:

@@ -92,3 +92,14 @@ def test_a_filler_has_tokens_but_no_response_token() -> None:
 def test_probe_sequences_are_scored_from_their_second_token_on() -> None:
     batch = pack_prompts([[4, 5, 6], [7, 8]])
     assert batch.tokens["response_mask"].tolist() == [0, 1, 1, 0, 1]
+
+
+def test_values_go_from_rollouts_to_their_tokens_and_back() -> None:
+    rollouts = [rollout([1], [2] * n) for n in (3, 1, 7, 5)]
+    batches = [*pack_rollouts(rollouts, torch.zeros(4), max_tokens=9), filler_micro_batch()]
+    assert sorted(i for batch in batches for i in batch.rollouts) == [0, 1, 2, 3]
+    sums = torch.zeros(4, dtype=torch.float64)
+    for batch in batches:
+        batch.set_advantages(torch.tensor([0.5, 1.5, 2.5, 3.5]))
+        batch.sum_over_rollouts(batch.tokens["advantages"] * batch.tokens["response_mask"], sums)
+    assert sums.tolist() == [0.5 * 3, 1.5 * 1, 2.5 * 7, 3.5 * 5]

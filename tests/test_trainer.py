@@ -33,6 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "entropy_coef": 0.01,
         "kl_coef": 0.1,
     },
+    "kl in the reward": {"advantage": "reinforce_pp", "kl_coef": 0.3, "kl_in": "reward", "kl_estimator": "k1"},
     "m2po": {"loss": "m2po", "correction": "none", "m2_threshold": 0.005, "rejection": "k3"},
     "interpolate": {"proximal": "interpolate", "clip_high": 0.05, "rejection": "geometric", "rejection_cap": 1.1},
     "bypass": {"advantage": "rloo", "loss": "gspo", "proximal": "bypass", "correction": "none", "clip_high": 0.05},
@@ -203,6 +204,40 @@ def test_the_metrics_of_a_step_describe_its_batch(one_rank: dict[str, Any]) -> N
 def test_the_divergence_from_the_reference_starts_at_zero_and_grows(one_rank: dict[str, Any]) -> None:
     divergences = [m["policy/kl_ref"] for m in one_rank["kept"][1]]
     assert divergences[0] == pytest.approx(0.0, abs=1e-9) and 0 < divergences[1] < divergences[4]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_divergence_in_the_reward_trains_as_a_reward_that_much_lower(
+    estimator: str, folder: pathlib.Path, mesh: DeviceMesh
+) -> None:
+    """Against rewards from which KL(mu || reference), token by token with plain numbers, was subtracted by hand."""
+
+    def step(coef: float, groups: list[RolloutGroup]) -> tuple[torch.Tensor, dict[str, float]]:
+        algorithm = {"kl_coef": coef, "kl_in": "reward", "kl_estimator": estimator}
+        config = config_from_tree({"algorithm": algorithm, "learner": {"lr": 1e-2, "micro_batch_tokens": 30}})
+        policy = Policy(folder, mesh=mesh, temperature=1.0)
+        trainer = Trainer(policy, config, reference=Policy(folder, mesh=mesh, temperature=1.0))
+        metrics = trainer.step(shard_of(groups, groups), policy_version=0)
+        return torch.cat([p.full_tensor().reshape(-1) for p in policy.parameters()]).detach(), metrics
+
+    reference = Policy(folder, mesh=mesh, temperature=1.0)
+    groups, shaped, total, tokens = batch_of(0), [], 0.0, 0
+    for group in groups:
+        rollouts = []
+        for r in group.rollouts:
+            whole = reference.probe_log_probs([[*r.prompt_ids.tolist(), *r.response_ids.tolist()]])
+            divergence = 0.0
+            for mu, q in zip(r.old_log_probs.tolist(), whole[len(r.prompt_ids) - 1 :], strict=True):
+                divergence += {"k1": mu - q, "k2": (mu - q) ** 2 / 2, "k3": np.exp(q - mu) - 1 - (q - mu)}[estimator]
+            total, tokens = total + divergence, tokens + len(r.response_ids)
+            rollouts.append(_with_reward(r, r.reward - 0.3 * divergence))
+        shaped.append(RolloutGroup(uid=group.uid, rollouts=tuple(rollouts)))
+    weights, metrics = step(0.3, groups)
+    expected, _ = step(0.0, shaped)
+    plain, _ = step(0.0, groups)
+    assert float((weights - expected).abs().max()) < 1e-5 < float((weights - plain).abs().max())
+    assert metrics["policy/kl_ref"] == pytest.approx(total / tokens, abs=1e-6)
+    assert metrics["rollout/reward/mean"] == pytest.approx(np.mean([r.reward for g in groups for r in g.rollouts]))
 
 
 def test_the_mismatch_is_of_tokens_of_the_current_version_only(folder: pathlib.Path, mesh: DeviceMesh) -> None:
