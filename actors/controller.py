@@ -40,6 +40,7 @@ from streamrl.tracking import Tracker
 STATUS_INTERVAL_S = 1.0
 UNRESPONSIVE_S = 40.0
 FINAL_EVAL_LIMIT_S = 60.0
+LAST_RECORDS_S = 2.0
 SAME_REQUEST_S = 1.0
 BUSY_FROM_STEP = 10  # busy shares are measured after the first ten steps
 
@@ -97,6 +98,8 @@ class Controller:
         self._interrupted_at = 0.0
         self._busy = _BusyShares()
         self._evaluation: asyncio.Task[None] | None = None
+        self._recording: asyncio.Task[None] | None = None
+        self._stopping = False
         self._synced: dict[str, int] = {}
 
     @property
@@ -196,16 +199,16 @@ class Controller:
             asyncio.create_task(_must_not_end(p, p.call("run")), name=p.name) for p in (self._buffer, *self._generators)
         ]
         learners = [asyncio.create_task(p.call("run"), name=p.name) for p in self._learners]
-        watchers = [asyncio.create_task(self._record_steps()), asyncio.create_task(self._watch())]
+        watcher = asyncio.create_task(self._watch())
+        self._recording = asyncio.create_task(self._record_steps())
         done = asyncio.gather(*learners)
         try:
-            await _first(done, *servers, *watchers)
+            await _first(done, *servers, watcher, self._recording)
             self._policy_version = max(done.result())
-            await asyncio.wait_for(watchers[0], timeout=10)  # the last records
-        finally:
-            for task in (*servers, *learners, *watchers, done):
+        finally:  # the recording goes on until the learner has stopped: see _stop
+            for task in (*servers, *learners, watcher, done):
                 task.cancel()
-            await asyncio.gather(*servers, *learners, *watchers, done, return_exceptions=True)
+            await asyncio.gather(*servers, *learners, watcher, done, return_exceptions=True)
             if self._evaluation is not None:
                 self._evaluation.cancel()
 
@@ -235,7 +238,7 @@ class Controller:
                 self._busy.begin(self._run_view)
             interval = self._config.eval.interval_steps
             due = interval and step % interval == 0 and step < self._config.run.max_steps
-            if due and (self._evaluation is None or self._evaluation.done()):
+            if due and not self._stopping and (self._evaluation is None or self._evaluation.done()):
                 self._evaluation = asyncio.create_task(self._evaluate(step))
 
     def _metrics_of_others(self) -> dict[str, float]:
@@ -337,12 +340,14 @@ class Controller:
         The learner stops first, so that no step is cut in half; generators next, so that what they finished reaches
         the buffer; the buffer last, so that the ledger holds everything.
         """
+        self._stopping = True
         self._view.phase("stopping")
         limit = self._config.run.stop_timeout_s
         if evaluate:
             with contextlib.suppress(StreamrlError, TimeoutError):
                 await asyncio.wait_for(self._final_evaluation(), FINAL_EVAL_LIMIT_S)
         await self._quietly(self._learners, "stop", limit / 3)
+        await self._end_recording()
         versions = await self._quietly(self._learners, "status", 1.0)
         self._policy_version = max([self._policy_version, *(v.policy_version for v in versions if v is not None)])
         await self._quietly(self._generators, "stop", limit / 3)
@@ -354,6 +359,14 @@ class Controller:
         ledger = msgspec.convert(stats, BufferStats) if stats is not None else self._run_view.buffer
         write_json(self._run_dir / LEDGER_FILE, {"final": stats is not None, **msgspec.to_builtins(ledger)})
         self._run_view.buffer = ledger
+
+    async def _end_recording(self) -> None:
+        """Take the records of the steps that the learner finished while it was stopped; a dead learner has none."""
+        if self._recording is not None:
+            await asyncio.wait({self._recording}, timeout=LAST_RECORDS_S)
+            self._recording.cancel()
+            with contextlib.suppress(StreamrlError, asyncio.CancelledError):
+                await self._recording
 
     async def _final_evaluation(self) -> None:
         """Evaluate the last published version: wait, within a limit, until each generator serves it (T7)."""

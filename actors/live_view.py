@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -144,7 +145,8 @@ class LiveView:
 
     def _show(self, snapshot: Snapshot) -> None:
         if self._live is not None:
-            self._live.update(render(snapshot))
+            # Room for the ^C that a terminal echoes: it would make a new line, and a line of the panel would stay.
+            self._live.update(Padding(render(snapshot), (0, 3, 0, 0)))
         if time.monotonic() >= self._status_due:
             self._status_due = time.monotonic() + STATUS_FILE_INTERVAL_S
             with contextlib.suppress(OSError):  # a full disk is the tracker's to report
@@ -176,6 +178,8 @@ def step_line(s: Snapshot) -> str:
 def summary(s: Snapshot, outcome: Outcome) -> str:
     """The last lines of a run: which side was the slower, rewards, ledger, where the files are."""
     lines = [f"{s.step} optimizer steps in {_duration(s.time - s.started)}"]
+    if outcome.reason and outcome.exit_code not in (1, 2):  # those are said on the last line
+        lines[0] += f", {outcome.reason}"
     if outcome.learner_busy or outcome.generator_busy:
         slower = "generators" if outcome.generator_busy >= outcome.learner_busy else "learner"
         lines.append(

@@ -51,6 +51,8 @@ def test_an_interrupted_run_ends_within_15_s_with_a_balanced_ledger(
     assert ledger["final"] and ledger["in_flight"] == 0
     steps = run.events("end")[0]["policy_version"]
     assert ledger["trained"] == steps * load_config(run.run_dir / "config.yaml").learner.groups_per_step
+    assert [m["step"] for m in run.lines("metrics.jsonl")] == list(range(1, steps + 1)), "the last step is recorded too"
+    assert ", interrupted" in run.output.read_text() or signum == signal.SIGTERM
 
 
 def test_ctrl_c_during_start_up_leaves_nothing_behind(small_run: Any) -> None:

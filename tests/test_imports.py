@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 
 import pytest
 
@@ -50,6 +53,25 @@ def test_imports_go_down_the_layers_only(path: pathlib.Path) -> None:
 def test_only_its_owners_import_a_package(package: str) -> None:
     found = {name_of(path) for path in MODULES if any(m.split(".")[0] == package for m in imported_by(path))}
     assert found <= OWNERS[package], f"{package} is imported by {found - OWNERS[package]}"
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    requirements = [
+        *project["dependencies"],
+        *(r for extra in project["optional-dependencies"].values() for r in extra),
+    ]
+    declared = {re.split(r"[^\w.-]", requirement)[0].lower() for requirement in requirements}
+    owners = packages_distributions()
+    missing = {
+        f"{package} in {name_of(path)}"
+        for path in MODULES
+        for package in {module.partition(".")[0] for module in imported_by(path)}
+        if package not in sys.stdlib_module_names
+        and package not in LAYERS
+        and not declared & {owner.lower().replace("_", "-") for owner in owners.get(package, [])}
+    }
+    assert missing == set()
 
 
 def test_ray_remote_is_applied_in_launch_only() -> None:

@@ -283,6 +283,9 @@ def test_in_a_terminal_the_panel_is_drawn_and_the_summary_stays(tmp_path: pathli
     live.close(outcome())
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "generator-2" in text
+    assert max(len(line.rstrip()) for line in text.splitlines() if "generators" in line) <= 97, (
+        "a ^C fits behind the panel"
+    )
     assert text.rstrip().splitlines()[-1] == "mlflow   mlflow server --backend-store-uri sqlite:///x.db"
 
 
@@ -315,6 +318,11 @@ def test_the_summary_of_a_run_that_never_trained_claims_nothing() -> None:
     text = summary(snapshot(view), outcome(exit_code=1, generator_busy=0.0, learner_busy=0.0, ledger=BufferStats()))
     assert "slower" not in text and "reward" not in text
     assert "0 optimizer steps" in text
+
+
+def test_the_summary_of_an_interrupted_run_says_so() -> None:
+    text = summary(snapshot(), outcome(exit_code=130, reason="interrupted"))
+    assert text.splitlines()[0].endswith(", interrupted")
 
 
 def test_the_last_status_says_how_the_run_ended(tmp_path: pathlib.Path) -> None:
