@@ -6,7 +6,8 @@ zmq.asyncio does, without a future for each message: at the size of a rollout th
 `send` never; `close` at most `FLUSH_MS`.
 
 Security: `CurveKeys`. A listening pipe with keys lets in only peers that prove they hold the run's client key; ZeroMQ
-itself refuses the others, before a frame of theirs is read, and reports each as an event "refused".
+itself refuses the others, before a frame of theirs is read, and reports each as an event "refused", or as "broken" if
+the stranger saw first that they do not fit.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _PIPE_MESSAGES = 1 << 14  # in each direction; the bound in practice is the cred
 _COPY_BYTES = 16 << 10  # a shorter frame is copied: it would keep all of ZeroMQ's receive buffer alive
 _BATCH = 256  # messages read before other tasks have their turn
 _REFUSED = Event.HANDSHAKE_FAILED_PROTOCOL | Event.HANDSHAKE_FAILED_AUTH
-_DISCONNECTED = Event.DISCONNECTED | Event.HANDSHAKE_FAILED_NO_DETAIL  # the latter: it broke in the handshake
+_BROKEN = Event.HANDSHAKE_FAILED_NO_DETAIL  # the other side went away in the handshake
 
 Sent = Literal["sent", "full", "gone"]
-PipeEvent = Literal["refused", "connected", "disconnected"]
+PipeEvent = Literal["refused", "broken", "connected", "disconnected"]
 
 
 class CurveKeys(msgspec.Struct, frozen=True):
@@ -67,7 +68,7 @@ class Pipe:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
         self._socket.set_hwm(_PIPE_MESSAGES)
-        self._monitor = self._socket.get_monitor_socket(_REFUSED | _DISCONNECTED | Event.CONNECTED)
+        self._monitor = self._socket.get_monitor_socket(_REFUSED | _BROKEN | Event.CONNECTED | Event.DISCONNECTED)
         self._ready: dict[zmq.Socket[bytes], asyncio.Event] = {}
         for socket in (self._socket, self._monitor):
             self._ready[socket] = asyncio.Event()
@@ -144,7 +145,12 @@ class Pipe:
         """What happens to the connections, for ever."""
         async for parts in self._read(self._monitor):
             event = parse_monitor_message([bytes(part) for part in parts])["event"]
-            yield "refused" if event & _REFUSED else "connected" if event == Event.CONNECTED else "disconnected"
+            if event & _REFUSED:
+                yield "refused"
+            elif event == _BROKEN:
+                yield "broken"
+            else:
+                yield "connected" if event == Event.CONNECTED else "disconnected"
 
     async def _read(self, socket: zmq.Socket[bytes]) -> AsyncIterator[list[Frame]]:
         ready = self._ready[socket]

@@ -112,7 +112,7 @@ class Listener:
         self._by_id: dict[bytes, _Peer] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._complained: set[str] = set()
-        self.num_refused = 0  # handshakes: wrong keys, wrong schema, or refused by `welcome`
+        self.num_refused = 0  # handshakes: wrong keys, given up by the stranger, wrong schema, or refused by `welcome`
         self.num_malformed = 0  # messages dropped
 
     async def start(self) -> str:
@@ -217,7 +217,7 @@ class Listener:
 
     async def _count_refused(self, pipe: Pipe) -> None:
         async for event in pipe.events():
-            self.num_refused += event == "refused"
+            self.num_refused += event in ("refused", "broken")
 
     def _post_to(self, peer: _Peer, parts: list[Frame]) -> bool:
         """If it fails the session is over, and the peer has a moment to start another."""

@@ -89,7 +89,7 @@ def test_the_other_side_coming_and_going_is_an_event() -> None:
             peer = await Pipe.connect(listening.address, curve=None, max_frame_bytes=LIMIT)
             events = listening.events()
             await peer.close(flush=False)
-            assert await anext(events) == "disconnected"
+            assert await anext(events) in ("disconnected", "broken")  # the latter if it left in the handshake
 
     run(main())
 
@@ -99,12 +99,14 @@ def test_a_stranger_is_an_event_on_both_sides() -> None:
         keys = CurveKeys.make()
         listening = await Pipe.listen("tcp://127.0.0.1:0", curve=keys, max_frame_bytes=LIMIT)
         stranger = await Pipe.connect(listening.address, curve=CurveKeys.make(), max_frame_bytes=LIMIT)
-        assert await anext(listening.events()) == "refused"
-        events = stranger.events()
-        assert await anext(events) == "connected"
-        assert await anext(events) in ("refused", "disconnected")
-        await stranger.close(flush=False)
-        await listening.close(flush=False)
+        try:
+            assert await anext(listening.events()) in ("refused", "broken")
+            events = stranger.events()
+            assert await anext(events) == "connected"
+            assert await anext(events) in ("refused", "broken", "disconnected")
+        finally:
+            await stranger.close(flush=False)
+            await listening.close(flush=False)
 
     run(main())
 
