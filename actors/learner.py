@@ -224,7 +224,14 @@ class Learner:
 
     def _load(self, mesh: DeviceMesh) -> Policy:
         config = self._config
-        return Policy(self._model_path, mesh=mesh, temperature=config.generator.temperature, dtype=config.model.dtype)
+        return Policy(
+            self._model_path,
+            mesh=mesh,
+            temperature=config.generator.temperature,
+            dtype=config.model.dtype,
+            compile=config.learner.compile,
+            activation_checkpointing=config.learner.activation_checkpointing,
+        )
 
     def _train(self, emit: Callable[[dict[str, float]], None]) -> int:
         self._first_wait_at = time.monotonic()

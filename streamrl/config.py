@@ -263,6 +263,12 @@ class LearnerConfig(_Section, frozen=True):
     """Gradient clipping."""
     micro_batch_tokens: Count = 4096
     """Most packed tokens in one forward and backward."""
+    compile: bool = False
+    """`torch.compile` the layers and the log-probs. The first step takes up to some minutes longer; it needs a C++
+    compiler on a CPU. It pays off on a GPU."""
+    activation_checkpointing: bool = False
+    """Keep only the input of each layer for the backward pass and compute the rest again: less memory, about a third
+    more computation."""
     publish_interval: Count = 1
     """Optimizer steps between weight publications; needs max_staleness >= publish_interval - 1."""
     threads: Count = 1

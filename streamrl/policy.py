@@ -12,12 +12,15 @@ name `streamrl_packed`, so that every model that supports attention backends run
 Logits are never held for all tokens of a large vocabulary: beyond `MAX_LOGITS` numbers the head runs in chunks that
 are computed again in the backward pass. Weights and optimizer state are float32 for every `dtype`; `bfloat16` is the
 dtype of the computation. Log-probs and entropy are float32 always.
+
+`compile` compiles the repeated layers and the scoring of a chunk, for any number of tokens; attention stays outside.
+`activation_checkpointing` keeps only the input of each layer and computes the layer again in the backward pass.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -45,7 +48,14 @@ class Policy:
     """
 
     def __init__(
-        self, model_path: str | os.PathLike[str], *, mesh: DeviceMesh, temperature: float, dtype: str = "float32"
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        mesh: DeviceMesh,
+        temperature: float,
+        dtype: str = "float32",
+        compile: bool = False,
+        activation_checkpointing: bool = False,
     ) -> None:
         """Load a folder of Hugging Face weights.
 
@@ -54,6 +64,8 @@ class Policy:
             mesh: one-dimensional, over the ranks.
             temperature: of the sampling, by which logits are divided.
             dtype: `float32` or `bfloat16`, of the computation.
+            compile: use `torch.compile`; the first step then takes longer.
+            activation_checkpointing: keep less for the backward pass and compute it again there.
 
         Raises:
             ConfigError: the model does more to its logits than its head does, so its log-probs would be wrong here.
@@ -69,7 +81,13 @@ class Policy:
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == "float32" else getattr(torch, dtype), reduce_dtype=torch.float32
         )
+        if compile:
+            self._module.score_chunk = torch.compile(self._module.score_chunk, dynamic=True)
         for block in _blocks(model):
+            if compile:
+                block.forward = torch.compile(block.forward, dynamic=True)
+            if activation_checkpointing:
+                block.forward = _checkpointed(block.forward)
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(self._module, mesh=mesh, mp_policy=policy)
 
@@ -141,6 +159,7 @@ class _PackedModel(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self.score_chunk: Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor]] = self._score_chunk
 
     def forward(self, batch: MicroBatch, temperature: float, entropy_grad: bool) -> tuple[Tensor, Tensor]:
         tokens = batch.tokens
@@ -170,9 +189,9 @@ class _PackedModel(nn.Module):
     def _score(self, hidden: Tensor, targets: Tensor, temperature: float, entropy_grad: bool) -> tuple[Tensor, Tensor]:
         chunk = max(1, MAX_LOGITS // int(self.model.config.vocab_size))
         if len(hidden) <= chunk:
-            return self._score_chunk(hidden, targets, temperature, entropy_grad)
+            return self.score_chunk(hidden, targets, temperature, entropy_grad)
         parts = [
-            checkpoint(self._score_chunk, h, t, temperature, entropy_grad, use_reentrant=False)
+            checkpoint(self.score_chunk, h, t, temperature, entropy_grad, use_reentrant=False)
             for h, t in zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True)
         ]
         return torch.cat([log_probs for log_probs, _ in parts]), torch.cat([entropy for _, entropy in parts])
@@ -190,6 +209,17 @@ def _blocks(model: Any) -> list[nn.Module]:
     """The repeated layers, which FSDP gathers one after the other."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward that keeps its inputs only; inside FSDP's hooks, so that weights are gathered for both runs."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run
 
 
 def _attention_context(lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
@@ -257,4 +287,5 @@ def packed_attention(
     return flat.index_select(0, slots)[None], None
 
 
-AttentionInterface.register(ATTENTION, packed_attention)
+# Never compiled: a handful of kernels whose shapes change with every batch.
+AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))  # type: ignore[no-untyped-call]

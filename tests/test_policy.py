@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+import re
+import shutil
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from test_packing import rollout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -25,7 +32,7 @@ from transformers import (
 
 import streamrl.policy
 from streamrl.errors import ConfigError
-from streamrl.packing import MicroBatch, filler_micro_batch, pack_rollouts
+from streamrl.packing import MicroBatch, filler_micro_batch, pack_prompts, pack_rollouts
 from streamrl.policy import Policy
 
 SHAPE = {
@@ -136,6 +143,89 @@ def test_chunks_of_the_head_change_nothing(
             parameter.grad = None
     for whole, chunked in zip(*results, strict=True):
         assert torch.allclose(whole, chunked, atol=1e-5)
+
+
+def gradients_of(policy: Policy, batch: MicroBatch) -> list[torch.Tensor]:
+    """Log-probs, entropy and all gradients."""
+    log_probs, entropy = policy.token_log_probs(batch, entropy_grad=True)
+    weights = torch.linspace(-1, 1, batch.num_tokens)
+    ((log_probs + 0.3 * entropy) * weights).sum().backward()
+    results = [log_probs.detach(), entropy.detach(), *(p.grad.full_tensor() for p in policy.parameters())]
+    for parameter in policy.parameters():
+        parameter.grad = None
+    return results
+
+
+@contextlib.contextmanager
+def kept_for_backward() -> Iterator[list[int]]:
+    """Numbers in the tensors that autograd keeps, outside of what it will compute again."""
+    kept = [0]
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[0] += tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
+
+
+def test_activation_checkpointing_keeps_less_and_changes_nothing(mesh: DeviceMesh, folder: pathlib.Path) -> None:
+    batch, results, kept = batch_of(), [], []
+    for activation_checkpointing in (False, True):
+        policy = Policy(folder, mesh=mesh, temperature=0.7, activation_checkpointing=activation_checkpointing)
+        assert [name for name, _ in policy.named_parameters()][0] == "model.embed_tokens.weight"  # as published
+        with kept_for_backward() as numbers:
+            policy.token_log_probs(batch)
+        kept.append(numbers[0])
+        results.append(gradients_of(policy, batch))
+    assert kept[1] < 0.5 * kept[0]
+    for plain, checkpointed in zip(*results, strict=True):
+        assert torch.allclose(plain, checkpointed, atol=1e-6)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_layers_change_nothing_for_any_number_of_tokens(mesh: DeviceMesh, folder: pathlib.Path) -> None:
+    plain = Policy(folder, mesh=mesh, temperature=0.7)
+    compiled = Policy(folder, mesh=mesh, temperature=0.7, compile=True, activation_checkpointing=True)
+    torch._dynamo.utils.counters.clear()
+    for lengths in (LENGTHS, LENGTHS[1:4], [(2, 9)]):
+        batch = batch_of(lengths)
+        for ours, theirs in zip(gradients_of(compiled, batch), gradients_of(plain, batch), strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0  # something was compiled
+
+
+def test_logits_are_never_held_for_all_tokens(mesh: DeviceMesh, tmp_path: pathlib.Path) -> None:
+    """4,096 tokens of a vocabulary of 49,152: all logits would be 805 MB, and with their softmax and gradient several
+    times that."""
+    tokens, vocabulary = 4096, 49152
+    shape = {**SHAPE, "vocab_size": vocabulary, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True)).save_pretrained(tmp_path / "model")
+    policy = Policy(tmp_path / "model", mesh=mesh, temperature=1.0)
+    batch = pack_prompts([[7] * 32] * (tokens // 32))
+
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.numel())
+            return out
+
+    process = psutil.Process()
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as reset:
+        reset.write("5")  # the high-water mark of the resident set
+    before = process.memory_info().rss
+    with Watch():
+        policy.token_log_probs(batch)[0].sum().backward()
+    (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text(encoding="ascii"))
+    assert vocabulary * 100 < largest <= streamrl.policy.MAX_LOGITS < tokens * vocabulary
+    used = int(peak) * 1024 - before
+    print(f"peak {used / 1e6:.0f} MB above the {before / 1e6:.0f} MB before")
+    assert used < 0.6 * tokens * vocabulary * 4
 
 
 def test_the_order_and_company_of_a_sequence_do_not_matter(mesh: DeviceMesh, folder: pathlib.Path) -> None:

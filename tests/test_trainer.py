@@ -104,8 +104,10 @@ def shard_of(groups: list[RolloutGroup], mine: list[RolloutGroup]) -> Shard:
 def train(
     folder: pathlib.Path, mesh: DeviceMesh, config: Config, rank: int, world_size: int
 ) -> tuple[torch.Tensor, list[dict[str, float]]]:
-    """All weights in one vector after STEPS steps, and the metrics. The last of several ranks has little or no data."""
-    policy = Policy(folder, mesh=mesh, temperature=config.generator.temperature)
+    """All weights in one vector after STEPS steps, and the metrics. The last of several ranks has little or no data.
+    Several ranks checkpoint their activations, which must change nothing either."""
+    temperature = config.generator.temperature
+    policy = Policy(folder, mesh=mesh, temperature=temperature, activation_checkpointing=world_size > 1)
     reference = Policy(folder, mesh=mesh, temperature=1.0) if config.algorithm.kl_coef else None
     trainer = Trainer(policy, config, reference=reference)
     metrics = []
