@@ -272,8 +272,11 @@ def main() -> None:
         for mode in MODES:
             core[mode].append(core_throughput(mode))
             server[mode].append(asyncio.run(server_throughput(mode)))
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     result = {
         "bench": "buffer",
+        "commit": commit.stdout.strip(),
+        "load": round(os.getloadavg()[0], 1),
         "machine": f"{platform.machine()} {os.cpu_count()} cores",
         "insert_to_sample_ms": {k: round(v, 3) for k, v in insert_to_sample_ms(100_000).items()},
         "sample_cost_ratio": {

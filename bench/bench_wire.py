@@ -258,7 +258,11 @@ def main() -> None:
         numbers[str(length)] = {f"{way}_per_s": round(rate) for way, rate in medians.items()} | {
             f"ours_over_{way}": round(medians["ours"] / rate, 2) for way, rate in medians.items() if way != "ours"
         }
-        numbers[str(length)] |= {f"{way}_cpu_us": round(statistics.median(c), 1) for way, c in costs.items()}
+        cpu_us = {way: statistics.median(values) for way, values in costs.items()}
+        numbers[str(length)] |= {f"{way}_cpu_us": round(cost, 1) for way, cost in cpu_us.items()}
+        numbers[str(length)] |= {
+            f"{way}_cpu_over_ours": round(cost / cpu_us["ours"], 2) for way, cost in cpu_us.items() if way != "ours"
+        }
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     print(
         json.dumps(
