@@ -131,8 +131,10 @@ class RewardWorker:
             parent=os.getpid(),
         )
         self._num_workers = config.reward.workers
-        # A slot may hold a dead process; whoever takes it starts another.
-        self._slots: asyncio.LifoQueue[_Process] = asyncio.LifoQueue()
+        # A slot may hold a dead process; whoever takes it starts another. Turns are taken in the order of asking: a
+        # queue of free slots would let whoever comes at the right moment pass all who wait.
+        self._slots: list[_Process] = []
+        self._turns = asyncio.Semaphore(0)
         self._processes: set[_Process] = set()
         self._closed = False
 
@@ -147,7 +149,8 @@ class RewardWorker:
         for started in await asyncio.gather(*starts, return_exceptions=True):
             if isinstance(started, BaseException):
                 raise started
-            self._slots.put_nowait(started)
+            self._slots.append(started)
+            self._turns.release()
 
     async def score(self, prompt_task: dict[str, Any], response_text: str) -> tuple[float, dict[str, float]]:
         """The reward of one response and its named parts.
@@ -159,7 +162,8 @@ class RewardWorker:
         request = _encode(RewardRequest(prompt_task, response_text))
         if self._closed:
             raise ClosedError("the reward worker is closed")
-        process = await self._slots.get()
+        await self._turns.acquire()
+        process = self._slots.pop()
         try:
             if not process.alive:
                 await process.close()
@@ -169,7 +173,8 @@ class RewardWorker:
         except ConfigError as error:
             raise RewardError(f"the reward process did not start again: {error}", reason="reward_error") from None
         finally:
-            self._slots.put_nowait(process)
+            self._slots.append(process)
+            self._turns.release()
         if answer.reason:
             raise RewardError(answer.detail, reason=answer.reason)
         return answer.reward, answer.parts

@@ -169,6 +169,27 @@ def test_scores_of_many_callers_do_not_mix(functions: str) -> None:
     assert with_worker(config, use) == [float(n) for n in range(200)]
 
 
+def test_whoever_asks_first_is_scored_first(functions: str) -> None:
+    async def use(worker: RewardWorker) -> int:
+        """Scores of one caller who asks again and again, until that of another who asked in between is there."""
+        num_scored = 0
+
+        async def ask_again() -> None:
+            nonlocal num_scored
+            while num_scored < 50:
+                await worker.score(task_of(), "x")
+                num_scored += 1
+
+        greedy = asyncio.create_task(ask_again())
+        await asyncio.sleep(0)  # it has the only process now
+        await worker.score(task_of(), "x")
+        passed = num_scored
+        await greedy
+        return passed
+
+    assert with_worker(config_for("python", function=f"{functions}:length"), use) <= 2
+
+
 def test_a_cancelled_score_leaves_no_answer_behind(functions: str) -> None:
     async def use(worker: RewardWorker) -> None:
         before, _ = await worker.score(task_of(), "pid")
