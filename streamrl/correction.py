@@ -16,6 +16,7 @@ from streamrl.config import AlgorithmConfig
 
 LOG_RATIO_BOUND = 20.0
 MIN_ESS = 0.3
+MAX_MASKED_FRACTION = 0.5
 WEIGHT_MEAN_RANGE = (0.5, 2.0)
 REJECTION_CAPS = {"geometric": 1.01, "k2": 2.0, "k3": 0.01}  # for rejection_cap=0
 
@@ -214,7 +215,7 @@ def off_policy_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def off_policy_warning(metrics: Mapping[str, float]) -> str:
-    """What is wrong with the data of a step by `off_policy_metrics`, and what to do; empty if nothing is."""
+    """What is wrong with the data of a step by its `offpolicy/...` metrics, and what to do; empty if nothing is."""
     ess, mean = metrics["offpolicy/ess"], metrics["offpolicy/weight_mean"]
     low, high = WEIGHT_MEAN_RANGE
     complaints = []
@@ -222,6 +223,12 @@ def off_policy_warning(metrics: Mapping[str, float]) -> str:
         complaints.append(f"offpolicy/ess is {ess:.2f}, below {MIN_ESS}: few tokens carry most of the weight")
     if not low <= mean <= high:
         complaints.append(f"offpolicy/weight_mean is {mean:.2f}, outside [{low}, {high}], where 1 is expected")
+    masked = metrics["offpolicy/masked_fraction"]
+    if masked > MAX_MASKED_FRACTION:
+        complaints.append(
+            f"offpolicy/masked_fraction is {masked:.2f}, above {MAX_MASKED_FRACTION}: most tokens are dropped by the "
+            "masks, the rejection or the veto of algorithm"
+        )
     if not complaints:
         return ""
     return "; ".join(complaints) + ". The data is far from the policy: lower buffer.max_staleness or learner.lr."

@@ -214,10 +214,11 @@ def test_extreme_ratios_stay_finite_in_float32() -> None:
 
 
 def test_the_warning_names_what_is_out_of_range() -> None:
-    def metrics(ess: float, mean: float) -> dict[str, float]:
-        return {"offpolicy/ess": ess, "offpolicy/weight_mean": mean}
+    def metrics(ess: float, mean: float, masked: float = 0.5) -> dict[str, float]:
+        return {"offpolicy/ess": ess, "offpolicy/weight_mean": mean, "offpolicy/masked_fraction": masked}
 
     assert off_policy_warning(metrics(0.31, 0.51)) == "" == off_policy_warning(metrics(1.0, 1.99))
     assert "offpolicy/ess is 0.29" in off_policy_warning(metrics(0.29, 1.0))
     for mean in (0.49, 2.01):
         assert f"offpolicy/weight_mean is {mean}" in off_policy_warning(metrics(1.0, mean))
+    assert "offpolicy/masked_fraction is 0.51" in off_policy_warning(metrics(1.0, 1.0, 0.51))
