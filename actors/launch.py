@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.controller import Controller, Outcome
 from actors.live_view import LiveView
 from actors.preparation import Preparation, prepare
+from streamrl.base_model import load_tokenizer
 from streamrl.config import Config
 from streamrl.errors import ConfigError, DeadlineExceededError, ProcessDiedError, StreamrlError
 from streamrl.run_directory import JOURNAL_DIR, LOGS_DIR, create_run_dir
@@ -110,13 +111,11 @@ def make_buffer_server(
     config: Config, model_path: str, journal_path: pathlib.Path | None, curve: CurveKeys | None
 ) -> Any:
     """Build the buffer process's class inside that process."""
-    from transformers import AutoTokenizer
-
     from actors.prompts import make_prompt_source
     from buffers.server import BufferServer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    return BufferServer(config, make_prompt_source(config, tokenizer), journal_path=journal_path, curve=curve)
+    source = make_prompt_source(config, load_tokenizer(model_path))
+    return BufferServer(config, source, journal_path=journal_path, curve=curve)
 
 
 class Processes:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from actors.live_view import show_progress
 from actors.prompts import DataCounts, load_prompts
-from streamrl.base_model import prepare_model
+from streamrl.base_model import load_tokenizer, prepare_model
 from streamrl.config import Config
 from streamrl.records import Prompt
 
@@ -33,11 +33,9 @@ def prepare(config: Config) -> Preparation:
         ConfigError: the model or the data cannot be had, or the prompts do not fit.
         DeadlineExceededError: another process makes the same model for too long.
     """
-    from transformers import AutoTokenizer
-
     begun = time.monotonic()
     with show_progress() as progress:
         model_path = prepare_model(config, progress=progress)
     model_s = time.monotonic() - begun
-    eval_prompts, data = load_prompts(config, AutoTokenizer.from_pretrained(model_path))
+    eval_prompts, data = load_prompts(config, load_tokenizer(model_path))
     return Preparation(model_path=model_path, model_s=model_s, eval_prompts=eval_prompts, data=data)

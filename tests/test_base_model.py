@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import filelock
@@ -18,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import streamrl.base_model
 import streamrl.warm_up
-from streamrl.base_model import model_kind, prepare_model
+from streamrl.base_model import load_tokenizer, model_kind, prepare_model
 from streamrl.config import Config, config_from_tree
 from streamrl.errors import ConfigError, DeadlineExceededError
 from streamrl.warm_up import make_character_tokenizer
@@ -159,6 +161,23 @@ def test_the_character_tokenizer_gives_every_text_back() -> None:
     assert ids == [1, 4, 6, 6, 5, 7, 8]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a  b\né"
     assert tokenizer("az", add_special_tokens=False)["input_ids"] == [4, tokenizer.unk_token_id]
+
+
+def test_the_tokenizer_of_a_made_model_is_there_without_torch(rows: pathlib.Path) -> None:
+    folder = prepare_model(base_config(rows))
+    program = (
+        "import sys; from streamrl.base_model import load_tokenizer; "
+        f"print(load_tokenizer({folder!r})('sun=')['input_ids'], 'torch' in sys.modules)"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == f"{AutoTokenizer.from_pretrained(folder)('sun=')['input_ids']} False"
+
+
+def test_a_tokenizer_with_a_class_of_its_own_is_loaded_as_that(tmp_path: pathlib.Path) -> None:
+    make_character_tokenizer(["a", "b"]).save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": "GPT2Tokenizer"}))
+    assert type(load_tokenizer(str(tmp_path))) is type(AutoTokenizer.from_pretrained(tmp_path))
 
 
 def test_a_folder_is_taken_as_it_is(rows: pathlib.Path) -> None:
