@@ -154,17 +154,16 @@ def send_plain(address: str, rollouts: list[Any], send: Callable[[zmq.Socket[byt
             send(socket, rollout)
 
 
-def send_copy(address: str, rollouts: list[Rollout]) -> None:
-    send_plain(address, [wire.encode_rollout(r) for r in rollouts], lambda socket, r: socket.send_multipart(r))
+def send_copy(address: str, rollouts: list[list[wire.Frame]]) -> None:
+    send_plain(address, rollouts, lambda socket, r: socket.send_multipart(r))
 
 
 def send_pickle(address: str, rollouts: list[Rollout]) -> None:
     send_plain(address, rollouts, lambda socket, r: socket.send_pyobj(r))
 
 
-def send_lists(address: str, rollouts: list[Rollout]) -> None:
-    encoder = msgspec.msgpack.Encoder()
-    lists = [
+def as_lists(rollouts: list[Rollout]) -> list[ListRollout]:
+    return [
         ListRollout(
             r.uid,
             r.member,
@@ -179,10 +178,21 @@ def send_lists(address: str, rollouts: list[Rollout]) -> None:
         )
         for r in rollouts
     ]
-    send_plain(address, lists, lambda socket, r: socket.send(encoder.encode(r)))
 
 
-WAYS: dict[str, tuple[Callable[[str, list[Rollout]], None], Callable[[Pipe, int], None]]] = {
+def send_lists(address: str, rollouts: list[ListRollout]) -> None:
+    encoder = msgspec.msgpack.Encoder()
+    send_plain(address, rollouts, lambda socket, r: socket.send(encoder.encode(r)))
+
+
+# what is not part of the way: the rollouts in the form it sends them
+PREPARE: dict[str, Callable[[list[Rollout]], list[Any]]] = {
+    "ours": list,
+    "copy": lambda rollouts: [wire.encode_rollout(r) for r in rollouts],
+    "pickle": list,
+    "lists": as_lists,
+}
+WAYS: dict[str, tuple[Callable[[str, list[Any]], None], Callable[[Pipe, int], None]]] = {
     "ours": (send_ours, receive_ours),
     "copy": (send_copy, receive_copy),
     "pickle": (send_pickle, receive_pickle),
@@ -192,6 +202,7 @@ WAYS: dict[str, tuple[Callable[[str, list[Rollout]], None], Callable[[Pipe, int]
 
 def measure(way: str, rollouts: list[Rollout]) -> tuple[float, float]:
     """Rollouts per second, and CPU microseconds per rollout of the busier process."""
+    prepared = PREPARE[way](rollouts)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     process = context.Process(target=WAYS[way][1], args=(theirs, len(rollouts)))
@@ -199,7 +210,7 @@ def measure(way: str, rollouts: list[Rollout]) -> tuple[float, float]:
     try:
         address = ours.recv()
         start = time.process_time()
-        WAYS[way][0](address, rollouts)
+        WAYS[way][0](address, prepared)
         send_s = time.process_time() - start
         seconds, receive_s = ours.recv()
         return (len(rollouts) - 1) / seconds, 1e6 * max(send_s, receive_s) / len(rollouts)

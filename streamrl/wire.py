@@ -82,7 +82,7 @@ def _frames(message: msgspec.Struct, specs: Sequence[tuple[str, int]], chunks: S
         raise FrameError("size", f"a header of {len(header)} bytes is above the limit of {MAX_HEADER_BYTES}")
     if not specs:
         return [header]
-    buffers = [np.ascontiguousarray(chunk).data for chunk in chunks if len(chunk)]
+    buffers = [(c if c.flags.c_contiguous else np.ascontiguousarray(c)).data for c in chunks if len(c)]
     payload: Frame = buffers[0].cast("B") if len(buffers) == 1 else b"".join(buffers)
     if len(payload) > MAX_FRAME_BYTES:
         raise FrameError("size", f"arrays of {len(payload)} bytes are above the limit of {MAX_FRAME_BYTES}")
@@ -413,9 +413,9 @@ def _rollouts_from(heads: list[_RolloutHead], arrays: list[Array]) -> list[Rollo
     if [a.dtype for a in arrays] != [_INT, _FLOAT]:
         raise FrameError("array", f"rollouts come with i4 and f4, not {[a.dtype.str for a in arrays]}")
     integers, old_log_probs = arrays
-    if len(integers) and int(integers.min()) < 0:
+    if len(integers) and np.minimum.reduce(integers) < 0:
         raise FrameError("value", "a token id or a policy version below 0")
-    if not np.isfinite(old_log_probs).all():
+    if not np.logical_and.reduce(np.isfinite(old_log_probs)):
         raise FrameError("value", "a log-prob that is not finite")
     rollouts: list[Rollout] = []
     p = t = 0
