@@ -262,6 +262,8 @@ def _ray_session(config: Config) -> Iterator[None]:
     """A Ray cluster for this run, or a connection to the user's."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray's own choice of 15 starves whichever process shares a core with anything else that computes on this machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
     if config.ray.address:
         options |= {"address": config.ray.address}

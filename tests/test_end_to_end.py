@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import subprocess
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ class FinishedRun:
     def __init__(self, run: LaunchedRun) -> None:
         self.run = run
         self.peak_memory_bytes = 0
+        self.niceness: set[int] = set()
         self.family: dict[int, psutil.Process] = {}
         self.segments_seen: set[str] = set()
         while run.process.poll() is None:
@@ -41,6 +43,7 @@ class FinishedRun:
         for process in self.run.family():
             self.family[process.pid] = process
             try:
+                self.niceness.add(process.nice())
                 total += process.memory_full_info().pss
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
@@ -151,6 +154,10 @@ def test_the_first_step_comes_within_120_s_of_the_launch(quickstart: FinishedRun
 
 def test_the_whole_run_fits_in_12_gb(quickstart: FinishedRun) -> None:
     assert 0 < quickstart.peak_memory_bytes <= 12e9
+
+
+def test_no_process_of_the_run_yields_to_everything_else_on_the_machine(quickstart: FinishedRun) -> None:
+    assert quickstart.niceness == {os.nice(0)}
 
 
 def test_the_slower_side_is_busy_and_the_summary_says_which(quickstart: FinishedRun) -> None:
