@@ -1,8 +1,9 @@
 """Rewards off the event loop: a pool of processes, each computing one reward at a time under a time limit.
 
 Consumes (task, response text); produces (reward, named parts), or a `RewardError` whose reason says what went wrong:
-`reward_timeout`, `reward_error` or `reward_not_finite`. Invariant: an answer always belongs to its request, because a
-process whose request timed out or was cancelled is killed and replaced, never asked again.
+`reward_timeout`, `reward_error` or `reward_not_finite`. Invariants: an answer always belongs to its request, because a
+process whose request timed out is killed and replaced, and one whose caller was cancelled is asked again only after its
+answer; turns are taken in the order of asking.
 
 Waits: `score` for a free process (ended by the scores before it, each within reward.timeout_s), for a replacement to
 start (_START_TIMEOUT_S), and for its answer (reward.timeout_s). `start` for every process (_START_TIMEOUT_S). `close`
@@ -136,6 +137,7 @@ class RewardWorker:
         self._slots: list[_Process] = []
         self._turns = asyncio.Semaphore(0)
         self._processes: set[_Process] = set()
+        self._asking: set[asyncio.Task[RewardAnswer]] = set()
         self._closed = False
 
     async def start(self) -> None:
@@ -163,26 +165,39 @@ class RewardWorker:
         if self._closed:
             raise ClosedError("the reward worker is closed")
         await self._turns.acquire()
+        # A task of its own: a caller that is cancelled leaves at once, and the process stays for the next one.
+        asking = asyncio.create_task(self._ask(request))
+        self._asking.add(asking)
+        asking.add_done_callback(self._on_asked)
+        answer = await asyncio.shield(asking)
+        if answer.reason:
+            raise RewardError(answer.detail, reason=answer.reason)
+        return answer.reward, answer.parts
+
+    async def _ask(self, request: bytes) -> RewardAnswer:
         process = self._slots.pop()
         try:
             if not process.alive:
                 await process.close()
                 self._processes.discard(process)
                 process = await self._start_process()
-            answer = await process.ask(request, timeout_s=self._timeout_s)
+            return await process.ask(request, timeout_s=self._timeout_s)
         except ConfigError as error:
             raise RewardError(f"the reward process did not start again: {error}", reason="reward_error") from None
         finally:
             self._slots.append(process)
             self._turns.release()
-        if answer.reason:
-            raise RewardError(answer.detail, reason=answer.reason)
-        return answer.reward, answer.parts
+
+    def _on_asked(self, asking: asyncio.Task[RewardAnswer]) -> None:
+        self._asking.discard(asking)
+        if not asking.cancelled():
+            asking.exception()  # seen, whether or not the caller is still there
 
     async def close(self) -> None:
         """Kill every process; a score in progress fails with `reward_error`, later ones with ClosedError."""
         self._closed = True
         await asyncio.gather(*(process.close() for process in self._processes))
+        await asyncio.gather(*self._asking, return_exceptions=True)
         self._processes.clear()
 
     async def _start_process(self) -> _Process:
