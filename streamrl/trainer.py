@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch import Tensor
 
 from streamrl.advantages import compute_advantages
@@ -128,7 +129,7 @@ class Trainer:
             **policy_metrics(totals),
             **off_policy_metrics(totals),
         }
-        if maxima["mismatch"] >= 0:  # else no token was sampled with the current weights
+        if maxima["mismatch"] >= 0:  # else no rollout was sampled whole with the current weights
             metrics["offpolicy/logprob_mismatch"] = maxima["mismatch"]
         return metrics
 
@@ -187,8 +188,8 @@ class Trainer:
     def _backward(
         self, micro_batch: MicroBatch, denominator: float, policy_version: int, m2_cutoff: float | None
     ) -> tuple[dict[str, Tensor], float]:
-        """Add to the gradients. Returns sums for the metrics, and the largest |p - mu| over tokens that the current
-        weights sampled, -1 without any."""
+        """Add to the gradients. Returns sums for the metrics, and the largest |p - mu| over rollouts that the current
+        weights sampled whole, -1 without any."""
         algorithm = self._config.algorithm
         micro_batch = micro_batch.to(self._policy.device)
         tokens = micro_batch.tokens
@@ -210,9 +211,22 @@ class Trainer:
         # The loss is divided by global counts, so gradients are to be summed over ranks, where FSDP averages them.
         (loss * dist.get_world_size()).backward()  # type: ignore[no-untyped-call]
         sums["loss"] = loss.detach().double()
-        fresh = (tokens["versions"] == policy_version) & tokens["response_mask"].bool()
-        differences = (log_probs.detach() - tokens["old_log_probs"])[fresh].abs()
+        differences = (log_probs.detach() - tokens["old_log_probs"])[_fresh(tokens, policy_version)].abs()
         return sums, float(differences.max()) if len(differences) else -1.0
+
+
+def _fresh(tokens: TensorDict, policy_version: int) -> Tensor:
+    """[T] bool: response tokens of rollouts that the weights of `policy_version` sampled whole.
+
+    A rollout that was running when new weights came keeps the attention cache of the old ones, so `mu` of its later
+    tokens is the policy it was sampled from, and yet not what these weights give for the whole sequence.
+    """
+    response: Tensor = tokens["response_mask"].bool()
+    index: Tensor = tokens["sequence_index"]
+    older = response & (tokens["versions"] != policy_version)
+    mixed = torch.zeros(int(index.max()) + 1, dtype=torch.bool, device=index.device)
+    mixed[index[older]] = True
+    return response & ~mixed[index]
 
 
 def _rollout_sums(rollouts: Sequence[Rollout], groups: Sequence[RolloutGroup], policy_version: int) -> dict[str, float]:

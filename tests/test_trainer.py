@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import socket
 from collections.abc import Iterator
@@ -248,6 +249,29 @@ def test_the_mismatch_is_of_tokens_of_the_current_version_only(folder: pathlib.P
     groups = batch_of(0)
     assert "offpolicy/logprob_mismatch" in trainer.step(shard_of(groups, groups), policy_version=0)
     assert "offpolicy/logprob_mismatch" not in trainer.step(shard_of(groups, groups), policy_version=1)
+
+
+def test_the_mismatch_leaves_out_rollouts_that_span_two_versions(folder: pathlib.Path, mesh: DeviceMesh) -> None:
+    """Their later tokens were sampled on the older weights' attention cache: a true mu, another function."""
+    policy = Policy(folder, mesh=mesh, temperature=1.0)
+    trainer = Trainer(policy, config_of("defaults", budget=4096))
+
+    def began_at(version: int) -> list[RolloutGroup]:
+        groups = []
+        for group in batch_of(0):
+            rollouts = []
+            for rollout in group.rollouts:
+                length = max(2, len(rollout.response_ids))
+                versions = np.full(length, 1, dtype=np.int32)
+                versions[0] = version
+                fields = {name: np.resize(getattr(rollout, name), length) for name in ("response_ids", "old_log_probs")}
+                rollouts.append(dataclasses.replace(rollout, versions=versions, **fields))
+            groups.append(dataclasses.replace(group, rollouts=tuple(rollouts)))
+        return groups
+
+    mixed, whole = began_at(0), began_at(1)
+    assert "offpolicy/logprob_mismatch" not in trainer.step(shard_of(mixed, mixed), policy_version=1)
+    assert "offpolicy/logprob_mismatch" in trainer.step(shard_of(whole, whole), policy_version=1)
 
 
 def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(folder: pathlib.Path, mesh: DeviceMesh) -> None:
