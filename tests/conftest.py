@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -41,26 +41,21 @@ class LaunchedRun:
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.lines("events.jsonl") if event["kind"] == kind]
 
-    def wait_for_event(self, kind: str, *, timeout_s: float) -> dict[str, Any]:
+    def wait_until(self, what: str, reached: Callable[[], bool], *, timeout_s: float) -> None:
+        """Look at the run's files until `reached`; fails at the deadline, or when the run ends before."""
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            found = self.events(kind)
-            if found:
-                return found[0]
+        while not reached():
             if self.process.poll() is not None:
-                pytest.fail(f"the run ended before event {kind!r}:\n{self.tail()}")
+                pytest.fail(f"the run ended before {what}:\n{self.tail()}")
+            if time.monotonic() > deadline:
+                pytest.fail(f"no {what} within {timeout_s} s:\n{self.tail()}")
             time.sleep(0.1)
-        pytest.fail(f"no event {kind!r} within {timeout_s} s:\n{self.tail()}")
+
+    def wait_for_events(self, kind: str, *, count: int = 1, timeout_s: float) -> None:
+        self.wait_until(f"{count} x event {kind!r}", lambda: len(self.events(kind)) >= count, timeout_s=timeout_s)
 
     def wait_for_step(self, step: int, *, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if len(self.lines("metrics.jsonl")) >= step:
-                return
-            if self.process.poll() is not None:
-                pytest.fail(f"the run ended before step {step}:\n{self.tail()}")
-            time.sleep(0.1)
-        pytest.fail(f"step {step} not reached within {timeout_s} s:\n{self.tail()}")
+        self.wait_until(f"step {step}", lambda: len(self.lines("metrics.jsonl")) >= step, timeout_s=timeout_s)
 
     def wait(self, *, timeout_s: float) -> int:
         try:
