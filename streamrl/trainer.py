@@ -1,10 +1,12 @@
 """One optimizer step over a global batch: advantages, micro-batches, backward, clipping, AdamW, and the step's
 metrics.
 
-All ranks call `Trainer.step` with their shards of the same batch; each call is a chain of collectives. The loss is
-divided by counts of the whole batch, and gradients are summed over ranks and micro-batches, so that the number of
-ranks and the token budget change nothing but rounding. A rank with fewer micro-batches than another runs fillers,
-which have no response token and so no gradient, so that every rank makes the same collective calls.
+A step is `begin`, any number of `add`s with the chunks of its batch as they come, and `finish`; `step` is all three
+over a batch that is there. All ranks make the same calls, each with its own part of the same chunk; each call is a
+chain of collectives. Gradients are summed undivided over micro-batches, chunks and ranks and scaled once, in `finish`,
+by the inverse of a count of the whole batch, in which every loss is linear. So the number of ranks, the token budget
+and the cut into chunks change nothing but rounding. A rank with fewer micro-batches than another runs fillers, which
+have no response token and so no gradient, so that every rank makes the same collective calls.
 """
 
 from __future__ import annotations
@@ -25,17 +27,23 @@ from streamrl.losses import divergence_estimate, policy_loss, policy_metrics
 from streamrl.packing import MicroBatch, filler_micro_batch, pack_rollouts
 from streamrl.policy import Policy
 from streamrl.records import Rollout, RolloutGroup
+from streamrl.step import Step, all_reduce, moments
 
 
-class Batch(Protocol):
-    """This rank's whole groups of a global batch, and totals of all of it."""
+class Totals(Protocol):
+    """Counts of a whole global batch."""
 
-    @property
-    def groups(self) -> Sequence[RolloutGroup]: ...
     @property
     def num_rollouts(self) -> int: ...
     @property
     def num_response_tokens(self) -> int: ...
+
+
+class Batch(Totals, Protocol):
+    """This rank's whole groups of a global batch, and totals of all of it."""
+
+    @property
+    def groups(self) -> Sequence[RolloutGroup]: ...
 
 
 class Trainer:
@@ -46,6 +54,7 @@ class Trainer:
         self._policy = policy
         self._reference = reference
         self._config = config
+        self._step: Step  # the one that is being made
         learner = config.learner
         self.optimizer = torch.optim.AdamW(
             policy.parameters(), lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay, fused=True
@@ -55,72 +64,78 @@ class Trainer:
         )
 
     def step(self, batch: Batch, *, policy_version: int) -> dict[str, float]:
-        """Train on one batch.
+        """Train on one batch that is there: `begin`, `add`, `finish`."""
+        self.begin(policy_version)
+        self.add(batch.groups)
+        return self.finish(batch)
+
+    def begin(self, policy_version: int) -> None:
+        """Begin a step with the weights of `policy_version`. A step that was begun and not finished is forgotten."""
+        self._step = Step(policy_version)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def add(self, groups: Sequence[RolloutGroup]) -> None:
+        """Forward and backward of one chunk of the step's batch.
 
         Args:
-            batch: this rank's shard; it may have no group.
-            policy_version: of the weights before the step.
+            groups: this rank's whole groups of the chunk; there may be none.
+        """
+        step = self._step
+        step.add_groups(groups)
+        micro_batches = self._micro_batches([rollout for group in groups for rollout in group.rollouts])
+        if self._reference is not None:
+            self._add_reference(micro_batches)
+        self._set_advantages(groups, micro_batches)
+        m2_cutoff = self._m2_cutoff(micro_batches) if self._config.algorithm.loss == "m2po" else None
+        for micro_batch in micro_batches:
+            self._backward(micro_batch, m2_cutoff)
+
+    def finish(self, batch: Totals) -> dict[str, float]:
+        """Take the optimizer step on everything that was added.
+
+        Args:
+            batch: the counts of the whole batch, of all ranks and chunks.
 
         Returns:
             The metrics of the step, the same on every rank.
 
         Raises:
-            RuntimeError: the gradient is not finite; the weights are unchanged.
+            RuntimeError: the gradient is not finite, or what was added is not the batch; the weights are unchanged.
         """
-        algorithm = self._config.algorithm
-        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-        of_rollouts = _rollout_sums(rollouts, batch.groups, policy_version)
-        reward_moments = _moments(_all_reduce(of_rollouts), "reward")
-
-        micro_batches = self._micro_batches(rollouts)
-        if self._reference is not None:
-            self._add_reference(micro_batches)
-        group_index = torch.tensor([i for i, g in enumerate(batch.groups) for _ in g.rollouts], dtype=torch.int64)
-        rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
-        if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
-            divergence = self._divergence(micro_batches, len(rollouts))
-            rewards = rewards - algorithm.kl_coef * divergence
-            of_rollouts["kl_ref"] = float(divergence.sum())
-        advantages = compute_advantages(rewards, group_index, algorithm, batch_moments=self._batch_moments(rewards))
-        for micro_batch in micro_batches:
-            micro_batch.set_advantages(advantages)
-        count = batch.num_response_tokens if algorithm.aggregation == "token_mean" else batch.num_rollouts
-
-        self.optimizer.zero_grad(set_to_none=True)
-        sums: dict[str, Tensor] = {}
-        mismatch = -1.0
-        m2_cutoff = self._m2_cutoff(micro_batches) if algorithm.loss == "m2po" else None
-        for micro_batch in micro_batches:
-            part, largest = self._backward(micro_batch, float(count), policy_version, m2_cutoff)
-            sums = {name: value + sums.get(name, 0.0) for name, value in part.items()}
-            mismatch = max(mismatch, largest)
-
-        totals = _all_reduce({**of_rollouts, **{name: float(value) for name, value in sums.items()}})
-        staleness = max((policy_version - group.min_version for group in batch.groups), default=0)
-        maxima = _all_reduce({"mismatch": mismatch, "staleness": float(staleness)}, op=dist.ReduceOp.MAX)
-
+        step, algorithm = self._step, self._config.algorithm
+        totals, maxima = step.totals(), step.highest()
+        if (totals["rollouts"], totals["length"]) != (batch.num_rollouts, batch.num_response_tokens):
+            raise RuntimeError(
+                f"the ranks had {totals['rollouts']:.0f} rollouts with {totals['length']:.0f} response tokens at "
+                f"policy_version {step.policy_version}, of a batch of {batch.num_rollouts} with "
+                f"{batch.num_response_tokens}; the step was not taken"
+            )
         if algorithm.masked_denominator == "kept":
-            # The kept count of the batch is known only now; the loss is linear in its inverse.
-            factor = count / max(totals["kept_denominator"], 1.0)
-            totals["loss"] *= factor
-            for parameter in self._policy.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+            count = max(totals["kept_denominator"], 1.0)
+        else:
+            count = totals["length"] if algorithm.aggregation == "token_mean" else totals["rollouts"]
+        totals["loss"] /= count
+        # FSDP averages gradients over ranks, where they are to be summed.
+        factor = dist.get_world_size() / count
+        for parameter in self._policy.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
         grad_norm = self._policy.clip_grad_norm(self._config.learner.max_grad_norm)
         if not math.isfinite(grad_norm):
             raise RuntimeError(
-                f"the gradient at policy_version {policy_version} is not finite (norm {grad_norm}, loss "
+                f"the gradient at policy_version {step.policy_version} is not finite (norm {grad_norm}, loss "
                 f"{totals['loss']}); the step was not taken"
             )
         lr = self.scheduler.get_last_lr()[0]
         self.optimizer.step()
         self.scheduler.step()
+        reward_mean, reward_std = moments(totals, "reward")
         metrics = {
             "learner/loss": totals["loss"],
             "learner/grad_norm": grad_norm,
             "learner/lr": float(lr),
-            "rollout/reward/mean": reward_moments[0],
-            "rollout/reward/std": reward_moments[1],
+            "rollout/reward/mean": reward_mean,
+            "rollout/reward/std": reward_std,
             "rollout/length/mean": totals["length"] / totals["rollouts"],
             "rollout/truncated_fraction": totals["truncated"] / totals["rollouts"],
             "rollout/latency_s": totals["latency_s"] / totals["rollouts"],
@@ -133,11 +148,24 @@ class Trainer:
             metrics["offpolicy/logprob_mismatch"] = maxima["mismatch"]
         return metrics
 
+    def _set_advantages(self, groups: Sequence[RolloutGroup], micro_batches: Sequence[MicroBatch]) -> None:
+        """The advantages of a chunk, from its groups, into its micro-batches."""
+        algorithm = self._config.algorithm
+        rewards = torch.tensor([r.reward for group in groups for r in group.rollouts], dtype=torch.float64)
+        group_index = torch.tensor([i for i, g in enumerate(groups) for _ in g.rollouts], dtype=torch.int64)
+        if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
+            divergence = self._divergence(micro_batches, len(rewards))
+            rewards = rewards - algorithm.kl_coef * divergence
+            self._step.add({"kl_ref": float(divergence.sum())})
+        advantages = compute_advantages(rewards, group_index, algorithm, batch_moments=self._batch_moments(rewards))
+        for micro_batch in micro_batches:
+            micro_batch.set_advantages(advantages)
+
     def _micro_batches(self, rollouts: Sequence[Rollout]) -> list[MicroBatch]:
         """The rank's micro-batches, still without advantages, and as many fillers as it takes to have the count of the
         rank that has most."""
         packed = pack_rollouts(rollouts, torch.zeros(len(rollouts)), max_tokens=self._config.learner.micro_batch_tokens)
-        most = _all_reduce({"count": float(len(packed))}, op=dist.ReduceOp.MAX)["count"]
+        most = all_reduce({"count": float(len(packed))}, op=dist.ReduceOp.MAX)["count"]
         return packed + [filler_micro_batch()] * (int(most) - len(packed))
 
     @torch.no_grad()
@@ -166,7 +194,7 @@ class Trainer:
             "reward": float(rewards.sum()),
             "reward_squared": float((rewards**2).sum()),
         }
-        return _moments(_all_reduce(sums), "reward")
+        return moments(all_reduce(sums), "reward")
 
     @torch.no_grad()
     def _m2_cutoff(self, micro_batches: Sequence[MicroBatch]) -> float:
@@ -177,7 +205,7 @@ class Trainer:
             chosen = micro_batch.tokens["response_mask"].bool()
             parts.append((log_probs.cpu() - micro_batch.tokens["old_log_probs"])[chosen])
         mine = torch.cat(parts)
-        most = int(_all_reduce({"count": float(len(mine))}, op=dist.ReduceOp.MAX)["count"])
+        most = int(all_reduce({"count": float(len(mine))}, op=dist.ReduceOp.MAX)["count"])
         padded = torch.full((most,), math.nan)
         padded[: len(mine)] = mine
         gathered = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
@@ -185,12 +213,9 @@ class Trainer:
         log_ratios = torch.cat(gathered)
         return second_moment_cutoff(log_ratios[~log_ratios.isnan()], self._config.algorithm.m2_threshold)
 
-    def _backward(
-        self, micro_batch: MicroBatch, denominator: float, policy_version: int, m2_cutoff: float | None
-    ) -> tuple[dict[str, Tensor], float]:
-        """Add to the gradients. Returns sums for the metrics, and the largest |p - mu| over rollouts that the current
-        weights sampled whole, -1 without any."""
-        algorithm = self._config.algorithm
+    def _backward(self, micro_batch: MicroBatch, m2_cutoff: float | None) -> None:
+        """Add one micro-batch to the gradients, undivided, and its sums to the step."""
+        algorithm, step = self._config.algorithm, self._step
         micro_batch = micro_batch.to(self._policy.device)
         tokens = micro_batch.tokens
         log_probs, entropy = self._policy.token_log_probs(micro_batch, entropy_grad=algorithm.entropy_coef > 0)
@@ -204,15 +229,14 @@ class Trainer:
             ref_log_probs=tokens.get("ref_log_probs", None),
             entropy=entropy,
             versions=tokens["versions"],
-            policy_version=policy_version,
+            policy_version=step.policy_version,
             m2_cutoff=m2_cutoff,
-            denominator=denominator,
+            denominator=1.0,
         )
-        # The loss is divided by global counts, so gradients are to be summed over ranks, where FSDP averages them.
-        (loss * dist.get_world_size()).backward()  # type: ignore[no-untyped-call]
-        sums["loss"] = loss.detach().double()
-        differences = (log_probs.detach() - tokens["old_log_probs"])[_fresh(tokens, policy_version)].abs()
-        return sums, float(differences.max()) if len(differences) else -1.0
+        loss.backward()  # type: ignore[no-untyped-call]
+        step.add({**sums, "loss": loss.detach().double()})
+        differences = (log_probs.detach() - tokens["old_log_probs"])[_fresh(tokens, step.policy_version)].abs()
+        step.raise_to("mismatch", float(differences.max()) if len(differences) else -1.0)
 
 
 def _fresh(tokens: TensorDict, policy_version: int) -> Tensor:
@@ -227,32 +251,3 @@ def _fresh(tokens: TensorDict, policy_version: int) -> Tensor:
     mixed = torch.zeros(int(index.max()) + 1, dtype=torch.bool, device=index.device)
     mixed[index[older]] = True
     return response & ~mixed[index]
-
-
-def _rollout_sums(rollouts: Sequence[Rollout], groups: Sequence[RolloutGroup], policy_version: int) -> dict[str, float]:
-    return {
-        "rollouts": float(len(rollouts)),
-        "groups": float(len(groups)),
-        "reward": sum(r.reward for r in rollouts),
-        "reward_squared": sum(r.reward**2 for r in rollouts),
-        "length": float(sum(len(r.response_ids) for r in rollouts)),
-        "truncated": float(sum(r.finish_reason == "length" for r in rollouts)),
-        "latency_s": sum(r.timings.queue_s + r.timings.generate_s + r.timings.reward_s for r in rollouts),
-        "staleness": float(sum(policy_version - group.min_version for group in groups)),
-    }
-
-
-def _moments(totals: dict[str, float], name: str) -> tuple[float, float]:
-    """Mean and sample standard deviation over the global batch."""
-    count = totals["rollouts"]
-    mean = totals[name] / count
-    squares = totals[f"{name}_squared"] - count * mean**2
-    return mean, math.sqrt(max(squares, 0.0) / max(count - 1, 1))
-
-
-def _all_reduce(values: dict[str, float], *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dict[str, float]:
-    """Reduce numbers of the same names over all ranks, in float64."""
-    names = sorted(values)
-    vector = torch.tensor([values[name] for name in names], dtype=torch.float64)
-    dist.all_reduce(vector, op=op)
-    return dict(zip(names, vector.tolist(), strict=True))

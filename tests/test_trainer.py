@@ -274,6 +274,16 @@ def test_the_mismatch_leaves_out_rollouts_that_span_two_versions(folder: pathlib
     assert "offpolicy/logprob_mismatch" in trainer.step(shard_of(whole, whole), policy_version=1)
 
 
+def test_a_step_of_another_batch_than_the_one_handed_out_is_refused(folder: pathlib.Path, mesh: DeviceMesh) -> None:
+    policy = Policy(folder, mesh=mesh, temperature=1.0)
+    trainer = Trainer(policy, config_of("defaults", budget=4096))
+    groups = batch_of(0)
+    before = policy.probe_log_probs([[1, 2, 3]])
+    with pytest.raises(RuntimeError, match="16 rollouts .* of a batch of 20"):
+        trainer.step(shard_of(groups, groups[:4]), policy_version=0)
+    assert policy.probe_log_probs([[1, 2, 3]]) == before
+
+
 def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(folder: pathlib.Path, mesh: DeviceMesh) -> None:
     policy = Policy(folder, mesh=mesh, temperature=1.0)
     trainer = Trainer(policy, config_of("defaults", budget=4096))
