@@ -1,14 +1,5 @@
 """The trained model: a Hugging Face causal language model under FSDP2, and the log-probs it gives packed tokens.
 
-Attention over packed sequences is the one thing that is not per token. It is registered with transformers under the
-name `streamrl_packed`, so that every model that supports attention backends runs unchanged:
-
-- on a GPU in bfloat16 it is `torch.nn.attention.varlen` (flash attention over sequence boundaries);
-- else queries, keys and values are spread to [sequences, longest] and go through causal attention without a mask: the
-  padding stands on the right, where no real token looks. Everything else stays padding-free. For 128 sequences of 18
-  to 32 tokens and a 0.8M model this takes 0.22 s forward and backward on one core; padding everything takes 0.25 s,
-  and the [tokens, tokens] block mask that transformers makes from position_ids 1.00 s.
-
 Logits are never held for all tokens of a large vocabulary: beyond `MAX_LOGITS` numbers the head runs in chunks that
 are computed again in the backward pass. Weights and optimizer state are float32 for every `dtype`; `bfloat16` is the
 dtype of the computation. Log-probs and entropy are float32 always.
@@ -21,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,15 +19,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from streamrl.errors import ConfigError
+from streamrl.packed_trunk import (
+    ATTENTION,
+    attention_context,
+    clip_grad_norm,
+    mixed_precision_of,
+    packed_hidden,
+    shard_blocks,
+)
 from streamrl.packing import MicroBatch, pack_prompts
 
 MAX_LOGITS = 1 << 24  # numbers (64 MB in float32) held at once
-ATTENTION = "streamrl_packed"
 
 
 class Policy:
@@ -78,18 +75,17 @@ class Policy:
         self.model: Any = model
         self._module = _PackedModel(model)
         self._check_head(str(model_path))
-        policy = MixedPrecisionPolicy(
-            param_dtype=None if dtype == "float32" else getattr(torch, dtype), reduce_dtype=torch.float32
-        )
+        mixed_precision = mixed_precision_of(dtype)
         if compile:
             self._module.score_chunk = torch.compile(self._module.score_chunk, dynamic=True)
-        for block in _blocks(model):
-            if compile:
-                block.forward = torch.compile(block.forward, dynamic=True)
-            if activation_checkpointing:
-                block.forward = _checkpointed(block.forward)
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(self._module, mesh=mesh, mp_policy=policy)
+        shard_blocks(
+            model,
+            mesh=mesh,
+            mixed_precision=mixed_precision,
+            compile=compile,
+            activation_checkpointing=activation_checkpointing,
+        )
+        fully_shard(self._module, mesh=mesh, mp_policy=mixed_precision)
 
     def parameters(self) -> list[nn.Parameter]:
         """The sharded parameters, a tied one once."""
@@ -121,8 +117,7 @@ class Policy:
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale the gradients to a global norm of at most `max_norm`; returns the norm before."""
-        norm = nn.utils.clip_grad_norm_(self.parameters(), max_norm)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        return clip_grad_norm(self.parameters(), max_norm)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's sharded state, for `torch.distributed.checkpoint`."""
@@ -142,7 +137,7 @@ class Policy:
     def _check_head(self, name: str) -> None:
         ids = torch.arange(4, device=self.device) % self.model.config.vocab_size
         with torch.no_grad():
-            context = _attention_context([4], self.device)
+            context = attention_context([4], self.device)
             positions = torch.arange(4, device=self.device)[None]
             whole = self.model(input_ids=ids[None], position_ids=positions, use_cache=False, **context).logits[0]
             ours = self._module.head(self._module.hidden(ids, positions[0], [4]))
@@ -174,13 +169,7 @@ class _PackedModel(nn.Module):
     def hidden(self, input_ids: Tensor, position_ids: Tensor, lengths: Sequence[int]) -> Tensor:
         """[T], [T] -> [T, H]."""
         trunk = getattr(self.model, self.model.base_model_prefix)
-        output = trunk(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            use_cache=False,
-            **_attention_context(lengths, input_ids.device),
-        )
-        return output.last_hidden_state[0]  # type: ignore[no-any-return]
+        return packed_hidden(trunk, input_ids, position_ids, lengths)
 
     def head(self, hidden: Tensor) -> Tensor:
         """[K, H] -> [K, V]."""
@@ -203,89 +192,3 @@ class _PackedModel(nn.Module):
         with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
             entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
         return all_log_probs.gather(1, targets[:, None]).squeeze(1), entropy
-
-
-def _blocks(model: Any) -> list[nn.Module]:
-    """The repeated layers, which FSDP gathers one after the other."""
-    names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's forward that keeps its inputs only; inside FSDP's hooks, so that weights are gathered for both runs."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    return run
-
-
-def _attention_context(lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """What `packed_attention` needs to know about the packing, as keyword arguments of the model."""
-    longest = max(lengths)
-    slots = torch.cat([torch.arange(n) + i * longest for i, n in enumerate(lengths)])
-    boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    return {"slots": slots.to(device), "boundaries": boundaries.to(device), "longest": longest}
-
-
-def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    *,
-    slots: Tensor,
-    boundaries: Tensor,
-    longest: int,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention inside each packed sequence, with the signature of a transformers attention function.
-
-    Args:
-        query: [1, heads, T, D]. key, value: [1, key-value heads, T, D].
-        slots: [T] int64, the place of each token in a padded layout [N * longest].
-        boundaries: [N + 1] int32 cumulative lengths.
-        longest: tokens of the longest sequence.
-        scaling: factor of the scores.
-        sliding_window: of the layer; refused if shorter than the longest sequence.
-
-    Returns:
-        [1, T, heads, D], and None for the attention weights.
-    """
-    if sliding_window is not None and longest > sliding_window:
-        raise ConfigError(
-            f"model.max_length: a sequence of {longest} tokens is longer than the model's sliding attention window "
-            f"({sliding_window}), which packed attention does not apply. Set model.max_length<={sliding_window}."
-        )
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
-    grouped = query.shape[1] != key.shape[1]
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        from torch.nn.attention.varlen import varlen_attn  # the module loads CUDA kernels
-
-        if grouped:  # torch 2.11 has no grouped heads here
-            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-        out = varlen_attn(
-            query, key, value, boundaries, boundaries, longest, longest, scale=scaling, window_size=(-1, 0)
-        )
-        assert isinstance(out, Tensor)
-        return out[None], None
-    num_sequences = len(boundaries) - 1
-
-    def pad(x: Tensor) -> Tensor:  # [T, heads, D] -> [N, heads, longest, D]
-        padded = x.new_zeros(num_sequences * longest, *x.shape[1:]).index_copy(0, slots, x)
-        return padded.view(num_sequences, longest, *x.shape[1:]).transpose(1, 2)
-
-    padded = F.scaled_dot_product_attention(
-        pad(query), pad(key), pad(value), is_causal=True, scale=scaling, enable_gqa=grouped
-    )
-    flat = padded.transpose(1, 2).reshape(num_sequences * longest, *query.shape[1:])
-    return flat.index_select(0, slots)[None], None
-
-
-# Never compiled: a handful of kernels whose shapes change with every batch.
-AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))  # type: ignore[no-untyped-call]
