@@ -22,7 +22,8 @@ import psutil
 
 from streamrl.config import Config
 from streamrl.errors import ProcessDiedError, StreamrlError
-from streamrl.weight_sync.shm import OWNER_VARIABLE, SHM_ENGINE
+from streamrl.weight_sync.backend import LOADERS
+from streamrl.weight_sync.segment import OWNER_VARIABLE
 
 STOP_TIMEOUT_S = 1.0
 _NEVER_STREAM = 1 << 30  # tokens between two outputs of a request; the first and the last one are always sent
@@ -246,8 +247,12 @@ class Engine:
     # -- weights -------------------------------------------------------------------------------------------------
 
     async def pause(self) -> None:
-        """Freeze every request where it is, KV cache kept. Nothing is scheduled until `resume`."""
-        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        """Freeze every request where it is, KV cache kept. Nothing is scheduled until `resume`.
+
+        Outputs of the steps before may still be on their way. vLLM's `pause_generation` is this call and a sleep of
+        20 ms for them, which would be most of the pause of a small model.
+        """
+        await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
 
     async def resume(self) -> None:
         await self._llm.resume_generation()
@@ -256,8 +261,7 @@ class Engine:
         """Load one version into the paused engine; every token sampled after `resume` carries `label`.
 
         Raises:
-            Exception: whatever the worker raised, as vLLM wraps it. The old weights are still there if it was a torn
-            read.
+            Exception: whatever the worker raised, as vLLM wraps it. The engine must not serve any more.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -312,7 +316,7 @@ def engine_arguments(config: Config, model_path: str) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-        "weight_transfer_config": {"backend": SHM_ENGINE},
+        "weight_transfer_config": {"backend": LOADERS[config.weight_sync.backend]},
     }
     if g.gpus == 0:
         arguments |= {

@@ -32,6 +32,7 @@ from streamrl.errors import ConfigError, DeadlineExceededError, ProcessDiedError
 from streamrl.run_directory import JOURNAL_DIR, LOGS_DIR, create_run_dir
 from streamrl.tracking import RunEnd, Tracker
 from streamrl.transport import CurveKeys
+from streamrl.weight_sync.choice import Placement, choose_backend, with_backend
 
 MLFLOW_LIMIT_S = 5.0  # to deliver the last metrics; what is left stays in the run directory for `streamrl deliver`
 OBJECT_STORE_BYTES = 100 * 1024 * 1024  # only control messages pass through Ray; rollouts and weights do not
@@ -209,6 +210,10 @@ def launch(config: Config, run_dir: pathlib.Path) -> int:
         tracker.log_event("base_model", path=preparation.model_path, seconds=round(preparation.model_s, 2))
         tracker.log_event("data", **dataclasses.asdict(preparation.data))
         view.note(f"data     {preparation.data}")
+        backend, why = choose_backend(config, Placement.on_this_host())
+        tracker.log_event("weight_backend", backend=backend, reason=why)
+        view.note(f"weights  {backend}: {why}")
+        config = with_backend(config, backend)
         outcome = _run(config, run_dir, preparation, tracker, view, started)
     except ConfigError as error:
         outcome = Outcome(exit_code=2, reason=str(error))
@@ -295,7 +300,7 @@ def _ray_session(config: Config) -> Iterator[None]:
 
 def _end(processes: Processes, run_dir: pathlib.Path, tracker: Tracker) -> None:
     """Whatever the controller could not end in good order ends here, by force."""
-    from streamrl.weight_sync.shm import unlink_segment
+    from streamrl.weight_sync.segment import unlink_segment
 
     family = []
     for process in processes.all:

@@ -24,6 +24,7 @@ from streamrl.custom import check_custom_functions
 from streamrl.errors import ConfigError
 from streamrl.examples import ExampleSets, load_examples
 from streamrl.mlflow_server import check_port_free
+from streamrl.weight_sync.choice import Placement, choose_backend
 
 # Largest proportional set size in a quickstart on CPU, whose model hardly counts; weights and KV cache are added.
 _DRIVER_BYTES = int(0.8e9)
@@ -320,7 +321,8 @@ def _parameters_text(parameters: int | None) -> str:
 def _weights_text(c: Config, parameters: int | None) -> str:
     size = "all" if parameters is None else _bytes(parameters * _DTYPE_BYTES[c.model.dtype])
     interval = c.learner.publish_interval
-    return f"{size} published every {'step' if interval == 1 else f'{interval} steps'} through {c.weight_sync.backend}"
+    backend, _ = choose_backend(c, Placement.on_this_host())
+    return f"{size} published every {'step' if interval == 1 else f'{interval} steps'} through {backend}"
 
 
 def _device(gpus: float, threads: int) -> str:

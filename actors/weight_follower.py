@@ -1,17 +1,20 @@
 """Keeps one engine at the learner's newest version, and proves each version before it counts.
 
-    next update -> pause -> load -> resume -> probe -> proven: report and acknowledge
-                                                    -> refuted: load once more in full; refuted again: the end
+    next update -> fetch -> pause -> load -> resume -> probe -> proven: report and acknowledge
+                     ^                                       -> refuted, once: fetch and load again, in full
+                beside generation                            -> refuted twice: the end
 
 Invariants:
 - A version is reported only after the engine has loaded it and its log-probs of the probe agreed with the learner's.
 - A request that had no token yet when the weights changed is aborted, to be started again by its owner: no token of a
   new version is sampled on a prompt that old weights have read.
 - No request enters the engine while its weights change (`open`).
-- A version that was overwritten before it could be copied is skipped; the engine keeps what it has.
+- A version that was overwritten before it was fetched is skipped; the engine keeps what it has.
+- Generation stands still for the load alone.
 
 Waits: `connect` and `first` for the learner, each within weight_sync.timeout_s; `follow` for the next publication (the
-learner ends it, or `close`), and within it for engine steps, each update within weight_sync.timeout_s.
+learner ends it, or `close`), and within it for the backend and for engine steps, each update within
+weight_sync.timeout_s.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import numpy as np
 
@@ -62,7 +66,7 @@ class WeightFollower:
         Raises:
             DeadlineExceededError: the learner did not answer in time.
         """
-        self._subscriber = WeightSubscriber(address, name=self._name, curve=curve)
+        self._subscriber = WeightSubscriber(address, name=self._name, curve=curve, timeout_s=self._limit_s)
         self._probe = await self._subscriber.connect(timeout_s=self._limit_s)
 
     async def first(self, report: Report, *, incarnation: int) -> None:
@@ -127,18 +131,19 @@ class WeightFollower:
     async def _load_and_prove(self, update: WeightUpdate) -> WeightAck | None:
         """None: the version was overwritten, and a newer one is out."""
         assert self._subscriber is not None
-        pause_s = transfer_s = probe_s = 0.0
+        transfer_s = pause_s = load_s = probe_s = 0.0
         for _ in range(_LOADS):
-            label = self.gate.begin(update.incarnation, update.policy_version)
             began = time.perf_counter()
-            load_s = await self._load(update, label)
-            if load_s is None:
-                self.gate.refute(label)
+            payload = await self._subscriber.fetch(update)
+            if payload is None:
                 return None
+            fetched = time.perf_counter()
+            label = self.gate.begin(update.incarnation, update.policy_version)
+            load_s += await self._load(update, payload, label)
             resumed = time.perf_counter()
             difference = await self._probe_difference(update, label)
-            pause_s += resumed - began
-            transfer_s += load_s
+            transfer_s += fetched - began
+            pause_s += resumed - fetched
             probe_s += time.perf_counter() - resumed
             proven = difference <= self._tolerance
             if proven:
@@ -151,34 +156,30 @@ class WeightFollower:
             policy_version=update.policy_version,
             ok=proven,
             reason="" if proven else f"its probe is off by {difference:.3g}, more than {self._tolerance:.3g}",
-            pause_s=pause_s,
             transfer_s=transfer_s,
+            pause_s=pause_s,
+            load_s=load_s,
             probe_s=probe_s,
             total_s=time.time() - update.published_at,
             num_bytes=self._subscriber.num_bytes,
             probe_max_diff=difference,
         )
 
-    async def _load(self, update: WeightUpdate, label: str) -> float | None:
+    async def _load(self, update: WeightUpdate, payload: dict[str, Any], label: str) -> float:
         """Change the weights under the running requests. Returns the seconds of the load itself."""
-        assert self._subscriber is not None
-        if not self._subscriber.holds(update):
-            return None
         self.open.clear()
         self._meter.pause(True)
         await self._engine.pause()
         await self._engine.abort_unstarted()
         began = time.perf_counter()
-        load_s: float | None = None
         try:
-            await self._engine.load(update.payload, label=label)
-            load_s = time.perf_counter() - began
-            self.gate.loaded(label)
+            await self._engine.load(payload, label=label)
         except Exception as error:  # vLLM passes a worker's error on as a bare Exception
-            if self._subscriber.holds(update):  # not a torn read: the model may be half loaded, so it stays paused
-                await self._refuse()
-                what = f"{self._name}: version {update.policy_version} did not load: {error}"
-                raise WeightSyncError(what) from error
+            await self._refuse()  # the model may be half loaded, so it stays paused
+            what = f"{self._name}: version {update.policy_version} did not load: {error}"
+            raise WeightSyncError(what) from error
+        load_s = time.perf_counter() - began
+        self.gate.loaded(label)
         await self._engine.resume()
         self._meter.pause(False)
         self.open.set()

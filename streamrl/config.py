@@ -276,8 +276,8 @@ class LearnerConfig(_Section, frozen=True):
 
 
 class WeightSyncConfig(_Section, frozen=True):
-    backend: Literal["shm"] = "shm"
-    """How weights travel: `shm`, a double-buffered shared segment on one host."""
+    backend: Literal["auto", "shm"] = "auto"
+    """How weights travel: `shm`, a double-buffered shared segment on one host. `auto` picks, and says why."""
     probe_prompts: Count = 4
     """Fixed sequences whose log-probs prove each update."""
     probe_tolerance: Annotated[float, Meta(ge=0)] = 0.0

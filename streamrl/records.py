@@ -150,8 +150,9 @@ class WeightAck(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int
     ok: bool
     reason: str = ""
+    transfer_s: float = 0.0  # fetched beside generation: received, checked, laid out
     pause_s: float = 0.0  # generation stood still
-    transfer_s: float = 0.0  # fetch and load
+    load_s: float = 0.0  # the part of the pause in which the engine loaded
     probe_s: float = 0.0
     total_s: float = 0.0  # published -> proven
     num_bytes: int = 0

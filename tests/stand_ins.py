@@ -54,6 +54,7 @@ def small_config(**sections: dict[str, Any]) -> Config:
         "algorithm": {"group_size": 4},
         "learner": {"groups_per_step": 4},
         "buffer": {"max_staleness": 2},
+        "weight_sync": {"backend": "shm"},
     }
     for name, section in sections.items():
         tree.setdefault(name, {}).update(section)

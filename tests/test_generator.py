@@ -142,7 +142,7 @@ class SharedEngine:
 
 
 class FirstLoadWrong(SharedEngine):
-    """The first load after `plant` puts the payload before the one it was given into the engine."""
+    """The first load after `plant` says that it was done, and leaves the engine's weights as they were."""
 
     planted = False
 
@@ -150,10 +150,11 @@ class FirstLoadWrong(SharedEngine):
         self.planted = True
 
     async def load(self, payload: dict[str, Any], *, label: str) -> None:
-        if self.planted:
-            payload = {**payload, "sequence": payload["sequence"] - 1}
-            self.planted = False
-        await self.engine.load(payload, label=label)
+        if not self.planted:
+            await self.engine.load(payload, label=label)
+            return
+        self.planted = False
+        await self.engine._llm.update_weight_version(label)
 
 
 class WatchedLoads(SharedEngine):
@@ -192,6 +193,7 @@ class Setting:
                 "model": {"max_length": 96},
                 "generator": {"concurrency": CONCURRENCY, "max_new_tokens": 24, "kv_cache_bytes": 64 << 20},
                 "algorithm": {"group_size": GROUP_SIZE},
+                "weight_sync": {"backend": "shm"},
             }
         )
         self._engine: Engine | None = None
@@ -663,7 +665,7 @@ def test_a_killed_generator_takes_its_engine_with_it(setting: Setting) -> None:
         from streamrl.config import load_config
 
         async def main():
-            config = load_config(None, ["generator.kv_cache_bytes=67108864"])
+            config = load_config(None, ["generator.kv_cache_bytes=67108864", "weight_sync.backend=shm"])
             engine = Engine(config, model_path={str(setting.folder)!r})
             await engine.start()
             print("up", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import pathlib
 import time
 import uuid
@@ -20,13 +21,16 @@ from streamrl.config import Config, WeightSyncConfig, config_from_tree
 from streamrl.errors import ClosedError
 from streamrl.records import WeightAck, WeightUpdate
 from streamrl.transport import Message
+from streamrl.weight_sync.backend import InletSettings, OutletSettings, make_inlet, make_outlet
 from streamrl.weight_sync.channel import ProbeSet, WeightPublisher, WeightSubscriber
-from streamrl.weight_sync.shm import SegmentWriter, segment_path, unlink_segment
+from streamrl.weight_sync.layout import Layout
+from streamrl.weight_sync.segment import Shadow, segment_path
 
 T = TypeVar("T")
 
 PROBE = ProbeSet([[1, 40, 41, 42, 43], [1, *range(10, 60)]])
 EXACT = 1e-4
+RUN_NAME = f"test_weight_sync {uuid.uuid4()}"
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +52,8 @@ def run() -> Iterator[Callable[[Coroutine[Any, Any, T]], T]]:
 @pytest.fixture
 def publisher() -> Iterator[WeightPublisher]:
     publisher = WeightPublisher(
-        WeightSyncConfig(),
-        run_name=f"test_weight_sync {uuid.uuid4()}",
+        WeightSyncConfig(backend="shm"),
+        run_name=RUN_NAME,
         rank=0,
         world_size=1,
         incarnation=3,
@@ -78,7 +82,7 @@ def test_a_generator_that_joins_late_gets_the_current_version(run: Any, publishe
         subscriber = await subscribed(address)
         update = await subscriber.next()
         assert (update.incarnation, update.policy_version, update.probe_log_probs) == (3, 1, [-0.1, -0.2])
-        assert subscriber.holds(update)
+        assert await subscriber.fetch(update) is not None
         await subscriber.close()
 
     run(scenario())
@@ -92,9 +96,9 @@ def test_a_slow_generator_skips_to_the_newest_version(run: Any, publisher: Weigh
         for version in range(1, 6):
             publish(publisher, version)
         await asyncio.sleep(0.2)
-        assert not subscriber.holds(first), "two versions later its slot is used again"
+        assert await subscriber.fetch(first) is None, "two versions later its slot is used again"
         newest = await subscriber.next()
-        assert newest.policy_version == 5 and subscriber.holds(newest)
+        assert newest.policy_version == 5 and await subscriber.fetch(newest) is not None
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(subscriber.next(), 0.2)
         await subscriber.close()
@@ -163,7 +167,7 @@ def test_after_a_broken_link_the_current_version_is_not_loaded_twice(run: Any, p
 
 def test_nothing_is_left_in_shared_memory(publisher: WeightPublisher) -> None:
     publisher.start()
-    path = segment_path(publisher._run_name)
+    path = segment_path(RUN_NAME)
     assert path.exists()
     publisher.close()
     publisher.close()
@@ -178,31 +182,58 @@ class Bench:
 
     def __init__(self, folder: pathlib.Path, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
         self.config: Config = config_from_tree(
-            {"model": {"max_length": 128}, "generator": {"concurrency": 16, "kv_cache_bytes": 64 << 20}}
+            {
+                "model": {"max_length": 128},
+                "generator": {"concurrency": 16, "kv_cache_bytes": 64 << 20},
+                "weight_sync": {"backend": "shm"},
+            }
         )
         self.run = run
         self.reference = Reference(folder)
         self.engine = Engine(self.config, model_path=str(folder))
-        self.run_name = f"test_weight_sync {uuid.uuid4()}"
-        self.writer = SegmentWriter.create(self.run_name, world_size=1, parameters=self.reference.parameters)
+        self.outlet = make_outlet(
+            "shm",
+            OutletSettings(
+                run_name=f"test_weight_sync {uuid.uuid4()}",
+                rank=0,
+                world_size=1,
+                parameters=self.reference.parameters,
+                dtype=None,
+                bind="tcp://127.0.0.1:0",
+                curve=None,
+            ),
+        )
+        self.outlet.start(lambda: None)
+        self.inlet = make_inlet("shm", InletSettings(name="generator-0", curve=None, timeout_s=20))
         self.version = 0
         self.requests = 0
         run(self.engine.start())
 
     def close(self) -> None:
         self.run(self.engine.stop())
-        unlink_segment(self.run_name)
+        self.run(self.inlet.close())
+        self.outlet.close()
 
     @property
     def label(self) -> str:
         return f"v{self.version}"
 
-    def next_payload(self) -> dict[str, Any]:
-        """The reference moves, and its weights are written as the next version."""
+    async def next_payload(self) -> dict[str, Any]:
+        """The reference moves, and its weights are published and fetched as the next version."""
         self.version += 1
         self.reference.step(seed=self.version)
-        self.writer.write(self.version, self.reference.parameters)
-        return self.writer.payload(self.version)
+        self.outlet.write(self.version)
+        update = WeightUpdate(
+            incarnation=0,
+            policy_version=self.version,
+            backend="shm",
+            payload=self.outlet.payload(self.version),
+            probe_log_probs=[],
+            published_at=0.0,
+        )
+        payload = await self.inlet.fetch(update)
+        assert payload is not None
+        return payload
 
     async def load(self, payload: dict[str, Any]) -> None:
         await self.engine.pause()
@@ -244,7 +275,7 @@ def test_after_each_update_the_engine_computes_the_learners_log_probs(bench: Ben
     async def scenario() -> None:
         assert await bench.probe_difference() < EXACT
         for _ in range(3):
-            payload = bench.next_payload()
+            payload = await bench.next_payload()
             before = await bench.probe_difference()
             await bench.load(payload)
             after = await bench.probe_difference()
@@ -272,12 +303,12 @@ def test_behaviour_log_probs_are_the_models_at_the_sampling_temperature(bench: B
 @pytest.mark.engine
 def test_in_flight_requests_carry_two_versions_with_exact_spans(bench: Bench) -> None:
     async def scenario() -> tuple[str, str, Reference, list[tuple[list[int], Completion]]]:
-        await bench.load(bench.next_payload())
+        await bench.load(await bench.next_payload())
         old_label, old = bench.label, copy.deepcopy(bench.reference)
         prompts = [[1, 20 + i, 50, 60 - i] for i in range(8)]
         requests = [asyncio.create_task(bench.sample(p, tokens=100, salt="s", seed=9)) for p in prompts]
         await asyncio.sleep(0.15)
-        await bench.load(bench.next_payload())
+        await bench.load(await bench.next_payload())
         answers = await asyncio.gather(*requests)
         return old_label, bench.label, old, list(zip(prompts, answers, strict=True))
 
@@ -317,9 +348,9 @@ def test_prefix_blocks_of_an_old_version_are_not_reused(bench: Bench) -> None:
         return abs(answer.log_probs[0] - float(truth[-1]))
 
     async def scenario() -> None:
-        await bench.load(bench.next_payload())
+        await bench.load(await bench.next_payload())
         assert await first_token_difference("old") < EXACT
-        await bench.load(bench.next_payload())
+        await bench.load(await bench.next_payload())
         assert await first_token_difference("new") < EXACT
         reused = await first_token_difference("old")
         assert reused > 10 * EXACT, "the cache was not read at all, so this test proves nothing"
@@ -334,21 +365,20 @@ def test_the_probe_reads_its_sequences_anew_each_time(bench: Bench) -> None:
         for _ in range(2):
             scores = await bench.engine.score(sequences, request_id="the-same-name")
             assert np.abs(np.array(scores) - np.array(bench.reference.probe(sequences))).max() < EXACT
-            await bench.load(bench.next_payload())
+            await bench.load(await bench.next_payload())
 
     bench.run(scenario())
 
 
 @pytest.mark.engine
-def test_an_overwritten_version_leaves_the_engine_as_it_was(bench: Bench) -> None:
+def test_a_shadow_that_holds_another_version_leaves_the_engine_as_it_was(bench: Bench) -> None:
     async def scenario() -> None:
-        await bench.load(bench.next_payload())
+        await bench.load(await bench.next_payload())
         kept = copy.deepcopy(bench.reference)
-        gone = bench.next_payload()
-        bench.next_payload()
-        newest = bench.next_payload()
+        outdated = await bench.next_payload()
+        newest = await bench.next_payload()
         with pytest.raises(Exception, match="not whole"):
-            await bench.load(gone)
+            await bench.load(outdated)
         scores = await bench.engine.score(PROBE.sequences, request_id="after-torn")
         assert np.abs(np.array(scores) - np.array(kept.probe(PROBE.sequences))).max() < EXACT
         await bench.load(newest)
@@ -395,15 +425,10 @@ def test_a_stop_token_is_part_of_the_response(bench: Bench) -> None:
     bench.run(scenario())
 
 
-def test_an_update_names_everything_a_reader_needs() -> None:
-    """`WeightUpdate.payload` is what the engine's update info takes, field by field."""
-    from dataclasses import fields
+def test_a_shadow_names_everything_the_loader_needs() -> None:
+    from streamrl.weight_sync.vllm_plugin import ShadowUpdateInfo
 
-    from streamrl.weight_sync.vllm_plugin import ShmUpdateInfo
-
-    name = f"test_weight_sync {uuid.uuid4()}"
-    writer = SegmentWriter.create(name, world_size=1, parameters={"weight": torch.ones(1)})
-    payload = writer.payload(7)
-    writer.unlink()
-    assert set(payload) == {field.name for field in fields(ShmUpdateInfo)}
-    WeightUpdate(incarnation=0, policy_version=7, backend="shm", payload=payload, probe_log_probs=[], published_at=0.0)
+    shadow = Shadow(Layout.of({"weight": torch.ones(1)}))
+    shadow.begin(7)
+    assert set(shadow.finish(7)) == {field.name for field in dataclasses.fields(ShadowUpdateInfo)}
+    shadow.close()

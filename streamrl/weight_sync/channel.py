@@ -1,17 +1,20 @@
 """The versioned weight channel: the learner publishes, generators fetch, load, prove and acknowledge.
 
     WeightPublisher (every learner rank)                       WeightSubscriber (one per generator)
-      payload -> shared segment (shm.py), barrier
+      Outlet.write, barrier
       rank 0: WeightUpdate  --- Listener / Connection --->       next(): the newest not yet seen
-              acks()        <-- WeightAck ----------------       acknowledge()
+              acks()        <-- WeightAck ----------------       fetch(): Inlet.fetch; acknowledge()
+
+How the weights themselves travel is the backend's business (backend.py).
 
 Invariants: an update is announced only when every rank's part of it is out; a peer that joins, or comes back, is sent
 the current update; updates are never queued, a slow generator skips to the newest; the learner waits for no
-generator.
+generator. What `next` returns is monotone in (incarnation, policy_version): a restarted learner's older version follows
+a newer one of its earlier life, and nothing of an earlier life follows it.
 
 Waits. `WeightPublisher.publish` waits for the other ranks in one barrier (ended by them, or by the process group's
 time limit). `WeightSubscriber.connect` waits for the publisher's welcome (its deadline), `next` for the next
-publication (the learner ends it, or `close`).
+publication (the learner ends it, or `close`), `fetch` for the backend (its deadline, or the end of the channel).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,7 +33,15 @@ from streamrl.config import WeightSyncConfig
 from streamrl.errors import ClosedError, WireError
 from streamrl.records import WeightAck, WeightUpdate
 from streamrl.transport import Connection, CurveKeys, Listener, Message
-from streamrl.weight_sync.shm import SegmentReader, SegmentWriter
+from streamrl.weight_sync.backend import (
+    Inlet,
+    InletSettings,
+    Outlet,
+    OutletSettings,
+    Parameters,
+    make_inlet,
+    make_outlet,
+)
 from streamrl.wire import Codec, Frame, pack
 
 logger = logging.getLogger(__name__)
@@ -68,7 +79,7 @@ class WeightPublisher:
         rank: int,
         world_size: int,
         incarnation: int,
-        named_parameters: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        named_parameters: Parameters,
         probe: ProbeSet,
         dtype: torch.dtype | None = None,
         bind: str = "tcp://127.0.0.1:0",
@@ -77,41 +88,45 @@ class WeightPublisher:
         """Nothing is opened yet.
 
         Args:
-            run_name: names the segment; unique on this machine among the runs that live now.
+            config: with the backend chosen: `auto` is none.
+            run_name: unique on this machine among the runs that live now.
             named_parameters: checkpoint name -> tensor or DTensor, the same on every rank; read at each `publish`.
             dtype: of the payload; None keeps each parameter's own.
             bind: address for subscribers; another than loopback needs `curve`, the run's keys.
         """
-        self._config = config
-        self._run_name = run_name
+        self._backend = config.backend
+        self._outlet: Outlet = make_outlet(
+            config.backend,
+            OutletSettings(
+                run_name=run_name,
+                rank=rank,
+                world_size=world_size,
+                parameters=dict(named_parameters),
+                dtype=dtype,
+                bind=bind,
+                curve=curve,
+            ),
+        )
         self._rank = rank
         self._world_size = world_size
         self._incarnation = incarnation
-        self._parameters = dict(named_parameters)
         self._probe = probe
-        self._dtype = dtype
         self._bind = bind
         self._curve = curve
-        self._segment: SegmentWriter | None = None
         self._announcer: _Announcer | None = None
         self._sequence = 0
 
     def start(self) -> str:
-        """Open the segment and, on rank 0, the listener. All ranks call it.
+        """Open the backend and, on rank 0, the listener. All ranks call it.
 
         Returns:
             The address for subscribers; empty on ranks other than 0.
 
         Raises:
-            WeightSyncError: no room in /dev/shm.
+            WeightSyncError: the backend cannot be had on this machine.
         """
-        if self._rank == 0:
-            self._segment = SegmentWriter.create(
-                self._run_name, world_size=self._world_size, parameters=self._parameters, dtype=self._dtype
-            )
-        self._barrier()
+        self._outlet.start(self._barrier)
         if self._rank != 0:
-            self._segment = SegmentWriter.attach(self._run_name, rank=self._rank)
             return ""
         self._announcer = _Announcer(self._probe, bind=self._bind, curve=self._curve)
         return self._announcer.address
@@ -124,11 +139,10 @@ class WeightPublisher:
         Returns:
             `write_s`, `barrier_s`, `announce_s`, and `bytes` written by this rank.
         """
-        assert self._segment is not None, "publish before start"
         assert len(probe_log_probs) == self._probe.num_scored, "one log-prob per scored probe token"
         self._sequence += 1
         started = time.perf_counter()
-        num_bytes = self._segment.write(self._sequence, self._parameters)
+        num_bytes = self._outlet.write(self._sequence)
         written = time.perf_counter()
         self._barrier()
         together = time.perf_counter()
@@ -137,8 +151,8 @@ class WeightPublisher:
                 WeightUpdate(
                     incarnation=self._incarnation,
                     policy_version=policy_version,
-                    backend=self._config.backend,
-                    payload=self._segment.payload(self._sequence),
+                    backend=self._backend,
+                    payload=self._outlet.payload(self._sequence),
                     probe_log_probs=probe_log_probs,
                     published_at=time.time(),
                 )
@@ -160,15 +174,11 @@ class WeightPublisher:
         return 0 if self._announcer is None else self._announcer.num_refused
 
     def close(self) -> None:
-        """Say goodbye to the subscribers and remove the segment; idempotent, bounded."""
+        """Say goodbye to the subscribers and take the weights back; idempotent, bounded."""
         if self._announcer is not None:
             self._announcer.close()
             self._announcer = None
-        if self._segment is not None:
-            if self._rank == 0:
-                self._segment.unlink()
-            self._segment.close()
-            self._segment = None
+        self._outlet.close()
 
     def _barrier(self) -> None:
         if self._world_size > 1:
@@ -245,14 +255,16 @@ class _Announcer:
 class WeightSubscriber:
     """A generator's side; lives in its event loop."""
 
-    def __init__(self, address: str, *, name: str, curve: CurveKeys | None = None) -> None:
+    def __init__(self, address: str, *, name: str, curve: CurveKeys | None = None, timeout_s: float = 60.0) -> None:
+        """`timeout_s`: for one version to be fetched."""
         self._connection = Connection(address, name=name, curve=curve)
+        self._settings = InletSettings(name=name, curve=curve, timeout_s=timeout_s)
         self._newest: WeightUpdate | None = None
         self._returned: WeightUpdate | None = None
         self._arrived = asyncio.Event()
         self._closed = ""
         self._unsent: list[WeightAck] = []
-        self._reader: SegmentReader | None = None
+        self._inlet: Inlet | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def connect(self, *, timeout_s: float) -> ProbeSet:
@@ -279,23 +291,41 @@ class WeightSubscriber:
         self._returned, self._newest = self._newest, None
         return self._returned
 
-    def holds(self, update: WeightUpdate) -> bool:
-        """Whether the update's payload can still be fetched; if not, a newer one is out or the learner is gone."""
-        payload = update.payload
+    async def fetch(self, update: WeightUpdate) -> dict[str, Any] | None:
+        """Bring a version so near to the engine that only the load is left; generation goes on meanwhile.
+
+        Returns:
+            What the engine's loader must be told, valid until the next `fetch`; None if the version was overwritten,
+            or another life of the learner has published meanwhile: `next` has a newer one, or will have.
+
+        Raises:
+            WeightSyncError: it did not come within `timeout_s`, or not as it was sent.
+            ClosedError: the learner has ended the channel.
+        """
+        if self._inlet is None:
+            self._inlet = make_inlet(update.backend, self._settings)
+        fetching = asyncio.create_task(self._inlet.fetch(update))
+        pointless = asyncio.create_task(self._pointless(update))
         try:
-            if self._reader is None or self._reader.nonce != payload["nonce"]:
-                if self._reader is not None:
-                    self._reader.close()
-                self._reader = SegmentReader.open(payload["segment"])
-        except FileNotFoundError:
-            self._reader = None
-            return False
-        return self._reader.nonce == payload["nonce"] and self._reader.holds(payload["sequence"])
+            await asyncio.wait((fetching, pointless), return_when=asyncio.FIRST_COMPLETED)
+            return fetching.result() if fetching.done() else pointless.result()
+        finally:
+            for task in (fetching, pointless):
+                task.cancel()
+            await asyncio.gather(fetching, pointless, return_exceptions=True)
+
+    async def _pointless(self, update: WeightUpdate) -> None:
+        """Wait until nothing more can come of `update`; ClosedError if nothing more will be published either."""
+        while self._newest is None or self._newest.incarnation == update.incarnation:
+            if self._closed:
+                raise ClosedError(self._closed)
+            self._arrived.clear()
+            await self._arrived.wait()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one version, once `holds` was asked."""
-        return 0 if self._reader is None else self._reader.num_bytes
+        """Bytes of one version, once one was fetched."""
+        return 0 if self._inlet is None else self._inlet.num_bytes
 
     async def acknowledge(self, ack: WeightAck) -> None:
         """Tell the learner; kept until the link is up again if it is down."""
@@ -307,9 +337,9 @@ class WeightSubscriber:
         await self._connection.close()
         if self._task is not None:
             await self._task
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+        if self._inlet is not None:
+            await self._inlet.close()
+            self._inlet = None
 
     async def _send_acks(self) -> None:
         while self._unsent and await self._connection.send(pack(self._unsent[0])):
@@ -331,6 +361,17 @@ class WeightSubscriber:
                 except WireError as error:
                     logger.warning("dropped an announcement of %s: %s", message.peer, error)
                     continue
-                if update != self._returned:  # after a reconnect the current one comes again
-                    self._newest = update
-                    self._arrived.set()
+                self._take(update)
+
+    def _take(self, update: WeightUpdate) -> None:
+        seen = self._newest or self._returned
+        if seen is not None:
+            if (update.incarnation, update.policy_version) <= (seen.incarnation, seen.policy_version):
+                return  # after a reconnect the current one comes again, and a replaced learner may still be talking
+            if update.policy_version < seen.policy_version:
+                logger.warning(
+                    "the learner was restarted: version %d of its life %d is replaced by version %d of its life %d",
+                    seen.policy_version, seen.incarnation, update.policy_version, update.incarnation,
+                )  # fmt: skip
+        self._newest = update
+        self._arrived.set()

@@ -4,8 +4,8 @@ vLLM calls `register` once in each of its processes. It makes the backend known,
 process to the generator that started it: a generator that gets SIGKILL cannot clean up, and an orphaned engine would
 hold its memory for good.
 
-Invariant: an update either leaves the engine's weights as they were (`TornReadError`) or has loaded one whole version
-into every form of them that the engine computes with; anything else raises and the generator must not serve any more.
+Invariant: an update has loaded one whole version into every form of the weights that the engine computes with, or it
+raises; unless that was a `TornReadError`, before anything was touched, the generator must not serve any more.
 
 Waits: only the watcher thread, for the death of the generator; nothing waits on it.
 """
@@ -28,7 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from streamrl.weight_sync.shm import OWNER_VARIABLE, SHM_ENGINE, SegmentReader, TornReadError
+from streamrl.weight_sync.segment import OWNER_VARIABLE, SHADOW_ENGINE, SegmentReader, TornReadError
 
 
 def register() -> None:
@@ -38,8 +38,8 @@ def register() -> None:
         _die_with(owner)
         # tqdm would make a named semaphore, which stays in /dev/shm when this process is killed.
         tqdm.set_lock(threading.RLock())
-    if SHM_ENGINE not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(SHM_ENGINE, ShmWeightTransferEngine)
+    if SHADOW_ENGINE not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(SHADOW_ENGINE, ShadowLoader)
 
 
 def _die_with(owner: int) -> None:
@@ -62,34 +62,34 @@ def _die_with(owner: int) -> None:
 
 
 @dataclass
-class ShmInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing to agree on beforehand: every update names its segment."""
+class ShadowInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing to agree on beforehand: every update names its shadow."""
 
 
 @dataclass
-class ShmUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Where one version lies; the payload of a `WeightUpdate` of backend `shm`."""
+class ShadowUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Where one version lies: what `Shadow.finish` has returned."""
 
     segment: str  # path
-    nonce: str  # of the segment's maker
+    nonce: str  # of this shadow
     sequence: int
 
 
-class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):  # type: ignore[misc]
-    """Loads one version from the shared segment into the engine's model."""
+class ShadowLoader(WeightTransferEngine[ShadowInitInfo, ShadowUpdateInfo]):  # type: ignore[misc]
+    """Loads one version from the generator's shadow into the engine's model."""
 
-    init_info_cls = ShmInitInfo
-    update_info_cls = ShmUpdateInfo
+    init_info_cls = ShadowInitInfo
+    update_info_cls = ShadowUpdateInfo
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._reader: SegmentReader | None = None
 
-    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+    def init_transfer_engine(self, init_info: ShadowInitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
-        pass  # the model must stay whole until the copy is known to be (see `receive_weights`)
+        pass  # the model must stay whole until the version is known to be (see `receive_weights`)
 
     def finish_weight_update(self) -> None:
         pass
@@ -99,15 +99,15 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         if self.device.type != "cpu":  # the base class synchronizes always, which raises on a CPU
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: ShmUpdateInfo) -> None:
-        """Copy one version out of the segment, then load it.
+    def receive_weights(self, update_info: ShadowUpdateInfo) -> None:
+        """Load the version that the shadow holds.
 
         Raises:
-            TornReadError: the version has been overwritten; the engine still has its old weights.
+            TornReadError: it holds another one; the engine still has its old weights.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        weights = self._attach(update_info).read(update_info.sequence)
+        weights = self._attach(update_info).view(update_info.sequence)
         # A plain load_weights would fail on a CPU, where the engine has packed its weights, and leave captured CUDA
         # graphs with old storage: the layerwise reload rebuilds each layer and copies it into place.
         initialize_layerwise_reload(self.model)
@@ -120,12 +120,12 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             self._reader.close()
             self._reader = None
 
-    def _attach(self, info: ShmUpdateInfo) -> SegmentReader:
+    def _attach(self, info: ShadowUpdateInfo) -> SegmentReader:
         if self._reader is None or self._reader.nonce != info.nonce:
             self.shutdown()
-            self._reader = SegmentReader.open(info.segment)
+            self._reader = SegmentReader.open(info.segment, writable=True)
             if self._reader.nonce != info.nonce:
-                raise TornReadError(f"{info.segment} is now the segment of another learner")
+                raise TornReadError(f"{info.segment} is now another shadow")
         return self._reader
 
 

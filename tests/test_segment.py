@@ -18,8 +18,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from streamrl.errors import WeightSyncError
-from streamrl.weight_sync import shm
-from streamrl.weight_sync.shm import SegmentReader, SegmentWriter, TornReadError, segment_path, unlink_segment
+from streamrl.weight_sync import segment
+from streamrl.weight_sync.segment import (
+    SegmentReader,
+    SegmentWriter,
+    Shadow,
+    TornReadError,
+    segment_path,
+    unlink_segment,
+)
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -29,6 +36,20 @@ def run_name() -> Iterator[str]:
     name = f"test_shm {uuid.uuid4()}"
     yield name
     unlink_segment(name)
+
+
+def whole(reader: SegmentReader, sequence: int) -> list[tuple[str, torch.Tensor]]:
+    """A copy of one version, as a generator makes it, and read as its engine reads it."""
+    shadow = Shadow(reader.layout)
+    try:
+        reader.copy(sequence, shadow.begin(sequence))
+        shadow.finish(sequence)
+        seen = SegmentReader.open(shadow.path, writable=True)
+        tensors = [(name, tensor.clone()) for name, tensor in seen.view(sequence)]
+        seen.close()
+        return tensors
+    finally:
+        shadow.close()
 
 
 def some_parameters() -> dict[str, torch.Tensor]:
@@ -47,7 +68,7 @@ def test_what_was_written_is_read_bit_for_bit(run_name: str) -> None:
     parameters = some_parameters()
     writer = SegmentWriter.create(run_name, world_size=1, parameters=parameters)
     written = writer.write(1, parameters)
-    read = dict(SegmentReader.open(writer.path).read(1))
+    read = dict(whole(SegmentReader.open(writer.path), 1))
     assert list(read) == list(parameters)
     for name, tensor in parameters.items():
         assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor), name
@@ -58,7 +79,7 @@ def test_the_payload_can_have_a_dtype_of_its_own(run_name: str) -> None:
     parameters = {"weight": torch.randn(16, 4)}
     writer = SegmentWriter.create(run_name, world_size=1, parameters=parameters, dtype=torch.bfloat16)
     writer.write(1, parameters)
-    (_, read), *_ = SegmentReader.open(writer.path).read(1)
+    (_, read), *_ = whole(SegmentReader.open(writer.path), 1)
     assert torch.equal(read, parameters["weight"].bfloat16())
 
 
@@ -67,7 +88,7 @@ def test_a_parameter_that_changes_later_does_not_change_what_was_published(run_n
     writer = SegmentWriter.create(run_name, world_size=1, parameters=parameters)
     writer.write(1, parameters)
     parameters["weight"].zero_()
-    assert SegmentReader.open(writer.path).read(1)[0][1].tolist() == [1.0] * 4
+    assert whole(SegmentReader.open(writer.path), 1)[0][1].tolist() == [1.0] * 4
 
 
 def test_a_version_that_not_every_rank_has_written_is_refused(run_name: str) -> None:
@@ -77,9 +98,9 @@ def test_a_version_that_not_every_rank_has_written_is_refused(run_name: str) -> 
     reader = SegmentReader.open(writer.path)
     writer.write(1, parameters)
     with pytest.raises(TornReadError, match="not whole"):
-        reader.read(1)
+        whole(reader, 1)
     other.write(1, parameters)
-    assert reader.read(1)[0][1].tolist() == [1.0] * 4
+    assert whole(reader, 1)[0][1].tolist() == [1.0] * 4
 
 
 def test_the_version_before_stays_readable_while_the_next_is_written(run_name: str) -> None:
@@ -92,8 +113,8 @@ def test_the_version_before_stays_readable_while_the_next_is_written(run_name: s
     writer.write(3, {"weight": torch.full((4,), 3.0)})
     assert not reader.holds(1)
     with pytest.raises(TornReadError):
-        reader.read(1)
-    assert reader.read(2)[0][1].tolist() == [2.0] * 4
+        whole(reader, 1)
+    assert whole(reader, 2)[0][1].tolist() == [2.0] * 4
 
 
 def test_a_writer_that_overtakes_the_copy_is_noticed(run_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,15 +122,15 @@ def test_a_writer_that_overtakes_the_copy_is_noticed(run_name: str, monkeypatch:
     writer = SegmentWriter.create(run_name, world_size=1, parameters=parameters)
     reader = SegmentReader.open(writer.path)
     writer.write(1, parameters)
-    copy = shm.np.copyto
+    copy = segment.np.copyto
 
     def overtaken(target: Any, source: Any) -> None:
         copy(target, source)
         writer.write(3, {"weight": torch.full((4,), 3.0)})
 
-    monkeypatch.setattr(shm.np, "copyto", overtaken)
+    monkeypatch.setattr(segment.np, "copyto", overtaken)
     with pytest.raises(TornReadError):
-        reader.read(1)
+        whole(reader, 1)
 
 
 def _write_for(run_name: str, seconds: float) -> None:
@@ -127,22 +148,22 @@ def test_a_reader_beside_a_writer_in_a_hurry_gets_whole_versions_only(run_name: 
     reader = SegmentReader.open(SegmentWriter.create(run_name, world_size=1, parameters=shape).path)
     process = SPAWN.Process(target=_write_for, args=(run_name, 2.0))
     process.start()
-    whole = torn = newest = 0
+    copies = torn = newest = 0
     while process.is_alive():
-        counters = [int(reader._end[slot][0]) for slot in range(shm.NUM_SLOTS)]
+        counters = [int(reader._end[slot][0]) for slot in range(segment.NUM_SLOTS)]
         try:
-            (_, weight), *_ = reader.read(max(counters))
+            (_, weight), *_ = whole(reader, max(counters))
         except TornReadError:
             torn += max(counters) > 0
             continue
         low, high = weight.min().item(), weight.max().item()
         assert low == high == max(counters), "a copy mixed two versions"
         assert high >= newest
-        whole, newest = whole + 1, int(high)
+        copies, newest = copies + 1, int(high)
     process.join()
     assert process.exitcode == 0
-    print(f"{whole} whole copies, {torn} torn and refused, {newest} versions written")
-    assert whole > 10 and newest > 10
+    print(f"{copies} whole copies, {torn} torn and refused, {newest} versions written")
+    assert copies > 10 and newest > 10
 
 
 def _write_shards(rank: int, world_size: int, run_name: str, rendezvous: str) -> None:
@@ -183,7 +204,7 @@ def test_ranks_write_uneven_shards_each_to_its_place(run_name: str, tmp_path: pa
     for process in ranks:
         process.join(60)
     assert [process.exitcode for process in ranks] == [0] * world_size
-    read = dict(SegmentReader.open(segment_path(run_name)).read(1))
+    read = dict(whole(SegmentReader.open(segment_path(run_name)), 1))
     full = sharded_parameters()
     for name, tensor in full.items():
         assert torch.equal(read[name], tensor), name
@@ -198,7 +219,7 @@ def test_a_new_life_of_the_learner_replaces_the_segment_and_old_mappings_stay_va
     old.write(1, parameters)
     new = SegmentWriter.create(run_name, world_size=1, parameters=parameters)
     assert new.nonce != old.nonce and SegmentReader.open(new.path).nonce == new.nonce
-    assert reader.read(1)[0][1].tolist() == [1.0] * 4
+    assert whole(reader, 1)[0][1].tolist() == [1.0] * 4
     old.unlink()
     assert new.path.exists(), "the old life must not remove the segment of the new one"
     new.unlink()
