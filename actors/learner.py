@@ -1,20 +1,24 @@
 """One learner rank: takes its shard of a batch, trains on it, publishes the weights.
 
-    BufferServer --shard--> [ wait_for_batch -> train -> publish ] --weights--> Generator
-                                  |                  |
-                                  |                  +--> one record of metrics a step (rank 0) --> Controller
-                                  +-- advance(policy_version) (rank 0) --> BufferServer
+    BufferServer --shards--> [ wait_for_batch <-> train -> publish ] --weights--> Generator
+                                   |                   |
+                                   |                   +--> one record of metrics a step (rank 0) --> Controller
+                                   +-- advance(policy_version) (rank 0) --> BufferServer
+
+With `learner.stream_groups` a batch comes in chunks: forward and backward run on each as it comes, and the optimizer
+steps after the last. A step that loses its data or is stopped between two chunks leaves the weights as they were; the
+buffer takes its groups back.
 
 Waits, each with a deadline:
-- `wait_for_batch`: for the shard of this rank; ended by the buffer (a batch, or the end of the data), by `stop`, or
-  by `run.stall_limit_s`;
+- `wait_for_batch`: for the next shard of this rank; ended by the buffer (a shard, or the end of the data), by `stop`,
+  or by `run.stall_limit_s`;
 - collectives with the other ranks: ended by them, or by the process group's timeout, `run.stall_limit_s` too;
 - the answer to `advance`: ended by the buffer or by the client's own deadline.
 It never waits for generators: a publication returns when the payload is out.
 
 Everything that touches torch runs in one thread of its own, so that `status`, `next_record` and `stop` answer while
-it trains. All ranks decide together whether to take a step, because a step is a chain of collectives: one rank
-without a batch ends the loop on all of them. Invariants: no group beyond the staleness bound is trained
+it trains. All ranks decide together whether to go on with each chunk, because a step is a chain of collectives: one
+rank without a shard ends the loop on all of them. Invariants: no group beyond the staleness bound is trained
 (`StaleRolloutError` ends the run first), and no step is taken with a gradient that is not finite.
 """
 
@@ -22,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -106,6 +111,7 @@ class Learner:
         self._phase_since = time.monotonic()
         self._first_wait_at: float | None = None
         self._busy_s = 0.0
+        self._spent: dict[str, float] = {}  # seconds in each phase since the step began
         self._wait: Wait | None = None
 
     # -- called by the controller --------------------------------------------------------------------------------
@@ -159,7 +165,7 @@ class Learner:
         )
 
     async def stop(self) -> None:
-        """Finish the current wait or step and make `run` return; call it on all ranks.
+        """Finish the current wait, chunk or step and make `run` return; call it on all ranks.
 
         Waits for `run`: at most one step, or `run.stop_timeout_s`.
         """
@@ -238,20 +244,22 @@ class Learner:
         try:
             while self._version < self._config.run.max_steps:
                 step_began = time.monotonic()
-                shard = self._next_shard()
+                self._trainer.begin(self._version)
+                self._enter("wait_for_batch")
+                self._spent.clear()
+                shard = self._add_batch()
                 if shard is None:
                     break
-                waited = self._enter("train")
-                record = self._trainer.step(shard, policy_version=self._version)
+                record = self._trainer.finish(shard)
                 self._version += 1
                 self._trained_tokens += shard.num_tokens
                 if self._rank == 0:
                     self._warn(record)
                     self._client.advance(self._version, commit=True)
-                trained = self._enter("publish")
+                self._enter("publish")
                 if self._version % self._config.learner.publish_interval == 0:
                     self._publish()
-                published = self._enter("wait_for_batch")
+                self._enter("wait_for_batch")
                 step_time = time.monotonic() - step_began
                 if self._rank == 0:
                     emit(
@@ -262,9 +270,7 @@ class Learner:
                             "learner/tokens_per_s": shard.num_tokens / step_time,
                             "learner/rollouts": float(shard.num_rollouts),
                             "learner/response_tokens": float(shard.num_response_tokens),
-                            "time/wait_for_batch": waited,
-                            "time/train": trained,
-                            "time/publish": published,
+                            **{f"time/{phase}": seconds for phase, seconds in self._spent.items()},
                         }
                     )
             if not self._stopping.is_set() and self._published != self._version:
@@ -273,10 +279,25 @@ class Learner:
         finally:
             self._wait = None
 
-    def _next_shard(self) -> Shard | None:
-        """This rank's part of the next batch; None on every rank if one of them has none."""
+    def _add_batch(self) -> Shard | None:
+        """Forward and backward of a whole batch, chunk by chunk. The last shard; None on every rank if one of them
+        could not get all of them."""
+        for chunk in itertools.count():
+            shard = self._next_shard(chunk)
+            if shard is None:
+                return None
+            self._enter("train")
+            self._trainer.add(shard.groups)
+            if shard.is_last:
+                return shard
+        raise AssertionError("a batch has a last chunk")
+
+    def _next_shard(self, chunk: int) -> Shard | None:
+        """This rank's part of a chunk of the batch; None on every rank if one of them has none."""
         self._enter("wait_for_batch")
-        groups = self._config.learner.groups_per_step
+        learner = self._config.learner
+        before = chunk * learner.stream_groups
+        groups = min(learner.stream_groups or learner.groups_per_step, learner.groups_per_step - before)
         limit = self._config.run.stall_limit_s
         deadline = time.monotonic() + limit
         self._wait = Wait(
@@ -294,7 +315,9 @@ class Learner:
                     f"{self._version + 1}"
                 )
             try:
-                shard = self._client.sample(policy_version=self._version, timeout_s=min(SAMPLE_SLICE_S, left))
+                shard = self._client.sample(
+                    policy_version=self._version, chunk=chunk, timeout_s=min(SAMPLE_SLICE_S, left)
+                )
                 break
             except DeadlineExceededError:
                 continue
@@ -339,14 +362,14 @@ class Learner:
         ids = generator.integers(0, vocab_size, size=(self._config.weight_sync.probe_prompts, length))
         return ProbeSet(sequences=ids.tolist())
 
-    def _enter(self, phase: str) -> float:
-        """Begin a phase; the seconds that the one before took."""
+    def _enter(self, phase: str) -> None:
+        """Begin a phase, and count the seconds that the one before took."""
         now = time.monotonic()
         took = now - self._phase_since
+        self._spent[self._phase] = self._spent.get(self._phase, 0.0) + took
         if self._phase in ("train", "publish"):
             self._busy_s += took
         self._phase, self._phase_since = phase, now
-        return took
 
     def _close(self) -> None:
         self._release_channel()

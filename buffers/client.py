@@ -284,15 +284,17 @@ class LearnerClient:
             self.close()
             raise
 
-    def sample(self, *, policy_version: int, timeout_s: float) -> Shard | None:
-        """This rank's shard of the step at `policy_version`; None at the end of the data or of the run.
+    def sample(self, *, policy_version: int, chunk: int = 0, timeout_s: float) -> Shard | None:
+        """This rank's shard of a chunk of the step at `policy_version`; None at the end of the data or of the run.
+
+        Chunks are asked for in order, up to the one with `is_last`; without `learner.stream_groups` that is the first.
 
         Raises:
-            DeadlineExceededError: the batch was not complete within `timeout_s`.
+            DeadlineExceededError: the chunk was not complete within `timeout_s`.
             ClosedError: the client was closed meanwhile.
             RuntimeError: the buffer refused, e.g. a version below its own.
         """
-        return self._call(self._sample(policy_version, timeout_s))
+        return self._call(self._sample(policy_version, chunk, timeout_s))
 
     def advance(self, policy_version: int, *, commit: bool, timeout_s: float = 60.0) -> None:
         """Rank 0, after the optimizer step: the version is now `policy_version`; with `commit`, every earlier step is
@@ -318,10 +320,11 @@ class LearnerClient:
         await self._connection.connect(hello=self._hello, timeout_s=timeout_s)
         self._pump = asyncio.create_task(self._receive())
 
-    async def _sample(self, policy_version: int, timeout_s: float) -> Shard | None:
+    async def _sample(self, policy_version: int, chunk: int, timeout_s: float) -> Shard | None:
         request = next(self._requests)
-        message = wire.Sample(request=request, policy_version=policy_version)
-        return await self._ask(request, message, timeout_s, f"its shard of step {policy_version}")
+        message = wire.Sample(request=request, policy_version=policy_version, chunk=chunk)
+        what = f"its shard of step {policy_version}{f' (chunk {chunk})' if chunk else ''}"
+        return await self._ask(request, message, timeout_s, what)
 
     async def _advance(self, policy_version: int, commit: bool, timeout_s: float) -> None:
         request = next(self._requests)
@@ -416,5 +419,6 @@ class _Question:
                     num_rollouts=head.num_rollouts,
                     num_tokens=head.num_tokens,
                     num_response_tokens=head.num_response_tokens,
+                    is_last=head.is_last,
                 )
             )

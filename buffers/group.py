@@ -37,6 +37,7 @@ class Group:
     min_version: int = -1  # oldest token version; -1 before the first member
     order: int = -1  # order of completion
     uses: list[int] = field(default_factory=list)  # policy versions that sampled it, ascending
+    places: list[int] = field(default_factory=list)  # of each use, among the groups of its step in order of sampling
     probability: float = 1.0  # of the last draw
     share: float = 0.0  # what the limiter was given back when it left before its uses were up
 

@@ -28,7 +28,7 @@ from streamrl.config import BufferConfig
 from streamrl.records import Rollout
 from streamrl.wire import decode_rollout, encode_rollout
 
-_FORMAT = 1
+_FORMAT = 2
 _MAP_BYTES = 1 << 40  # address space, not disk: the file grows as it is written
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -64,6 +64,7 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     min_version: int
     order: int
     uses: list[int]
+    places: list[int]
     probability: float
     share: float
 
@@ -229,6 +230,7 @@ def _row_of(group: Group) -> GroupRow:
         min_version=group.min_version,
         order=group.order,
         uses=group.uses,
+        places=group.places,
         probability=group.probability,
         share=group.share,
     )

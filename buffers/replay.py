@@ -182,9 +182,9 @@ class ReplayBuffer:
             return [self._use(group, policy_version, probability) for group, probability in groups]
 
     def sampled_at(self, policy_version: int) -> list[RolloutGroup]:
-        """The groups that the step at `policy_version` got, in order of issue, as `sample` returned them.
+        """The groups that the step at `policy_version` got, in the order in which `sample` returned them.
 
-        For a server that was restarted between two ranks' requests. Empty once that version is committed.
+        For a server that was restarted inside a step. Empty once that version is committed.
         """
         with self._operation():
             return self._shelf.sampled_at(policy_version)

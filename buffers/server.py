@@ -125,6 +125,7 @@ class BufferServer:
         self._desk = ShardDesk(
             self.buffer,
             groups_per_step=config.learner.groups_per_step,
+            stream_groups=config.learner.stream_groups,
             ranks=config.learner.ranks,
             exhausted=lambda: source.exhausted,
         )

@@ -96,9 +96,11 @@ class Shelf:
 
     def use(self, group: Group, *, policy_version: int, probability: float) -> None:
         """A buffered group was sampled; it stays buffered until `retire`."""
+        step = self.uses.setdefault(policy_version, {})
         group.uses.append(policy_version)
+        group.places.append(len(step))
         group.probability = probability
-        self.uses.setdefault(policy_version, {})[group.uid] = None
+        step[group.uid] = None
         self.buffered_uses += 1
         self.touch(group)
 
@@ -143,7 +145,7 @@ class Shelf:
             self._add_version(group)
             self.buffered_uses += len(group.uses)
         self.buffered_uses -= undone
-        group.uses = kept
+        group.uses, group.places = kept, group.places[: len(kept)]
         self.touch(group)
         return undone
 
@@ -202,12 +204,14 @@ class Shelf:
         return sorted((self.groups[uid] for uid in uids), key=lambda group: group.index)
 
     def sampled_at(self, policy_version: int) -> list[RolloutGroup]:
-        """What the step at this version got, in order of issue; empty once the version is committed."""
+        """What the step at this version got, in order of sampling; empty once the version is committed."""
+        groups = [self.groups[uid] for uid in self.uses.get(policy_version, ())]
+        found = [(group.places[use := group.uses.index(policy_version)], group.index, use, group) for group in groups]
         samples = []
-        for group in sorted(map(self.groups.__getitem__, self.uses.get(policy_version, ())), key=lambda g: g.index):
+        for _, _, use, group in sorted(found, key=lambda entry: entry[:2]):
             in_memory = bool(group.rollouts)
             self.load_members(group)
-            samples.append(group.as_sample(use=group.uses.index(policy_version) + 1))
+            samples.append(group.as_sample(use=use + 1))
             if not in_memory:
                 group.members = [None] * self.group_size
         return samples
@@ -283,6 +287,7 @@ class Shelf:
                 min_version=row.min_version,
                 order=row.order,
                 uses=row.uses,
+                places=row.places,
                 probability=row.probability,
                 share=row.share,
             )

@@ -251,6 +251,9 @@ class LearnerConfig(_Section, frozen=True):
     """GPUs of each rank. 0 runs on the CPU with gloo."""
     groups_per_step: Count = 16
     """B: groups (uids) in one optimizer step."""
+    stream_groups: Whole = 0
+    """Groups of a step that are handed out as soon as so many are there: forward and backward begin on them while the
+    others are still being generated. 0 waits for the whole batch."""
     lr: Annotated[float, Meta(gt=0)] = 1e-4
     """Peak learning rate of AdamW."""
     warmup_steps: Whole = 5

@@ -203,6 +203,33 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         f"learner.groups_per_step ({c.learner.groups_per_step}): fewer than learner.ranks ({c.learner.ranks}), so a "
         f"rank would never have data. Set learner.groups_per_step>={c.learner.ranks}.",
     )
+    stream = c.learner.stream_groups
+    yield (
+        stream > c.learner.groups_per_step,
+        f"learner.stream_groups ({stream}): more than the learner.groups_per_step ({c.learner.groups_per_step}) of a "
+        f"whole step. Set learner.stream_groups={max(1, c.learner.groups_per_step // 4)}, or 0 to wait for the whole "
+        "batch.",
+    )
+    yield (
+        stream > 0 and a.advantage == "reinforce_pp",
+        f"learner.stream_groups ({stream}): algorithm.advantage=reinforce_pp needs the mean and standard deviation of "
+        "the whole batch before the first backward. Set learner.stream_groups=0, or algorithm.advantage=grpo.",
+    )
+    yield (
+        stream > 0 and a.loss == "m2po",
+        f"learner.stream_groups ({stream}): algorithm.loss=m2po needs the log-ratios of the whole batch before the "
+        "first backward. Set learner.stream_groups=0, or algorithm.loss=ppo_clip.",
+    )
+    yield (
+        stream > 0 and b.max_times_sampled > 1,
+        f"learner.stream_groups ({stream}): a group that buffer.max_times_sampled ({b.max_times_sampled}) lets be used "
+        "again could come twice in one step. Set learner.stream_groups=0, or buffer.max_times_sampled=1.",
+    )
+    yield (
+        stream > 0 and (b.limiter == "ratio" or b.min_size > 1),
+        f"learner.stream_groups ({stream}): buffer.limiter={b.limiter} with buffer.min_size={b.min_size} holds groups "
+        "back until many are there. Set learner.stream_groups=0, or buffer.limiter=min_size with buffer.min_size=1.",
+    )
     yield (
         m.warm_up.hidden_size % m.warm_up.num_heads != 0,
         f"model.warm_up.hidden_size ({m.warm_up.hidden_size}): must be a multiple of model.warm_up.num_heads "

@@ -303,10 +303,12 @@ class LearnerHello(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """Rank asks for its shard of step `policy_version`. A later request replaces an earlier one of the same rank."""
+    """Rank asks for its shard of one chunk of step `policy_version`. A later request replaces an earlier one of the
+    same rank."""
 
     request: Index
     policy_version: Index
+    chunk: Index  # counted from 0
 
 
 class Advance(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -318,7 +320,8 @@ class Advance(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 class ShardHead(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """The answer to `Sample`; `num_shard_groups` GroupMessages follow. The totals are of the whole global batch."""
+    """The answer to `Sample`; `num_shard_groups` GroupMessages follow. The totals are of the global batch as far as it
+    has been handed out, this chunk included."""
 
     request: Index
     num_shard_groups: Index
@@ -326,6 +329,7 @@ class ShardHead(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     num_rollouts: Index
     num_tokens: Index
     num_response_tokens: Index
+    is_last: bool  # chunk of the step
 
 
 class GroupMessage(msgspec.Struct, array_like=True, frozen=True, kw_only=True):

@@ -51,6 +51,30 @@ BROKEN: list[tuple[list[str], list[str]]] = [
         ["buffer.max_bytes=50000"],
         ["buffer.max_bytes (50000)", "16 groups of algorithm.group_size=8", "buffer.max_bytes>=98304"],
     ),
+    (
+        ["learner.stream_groups=17"],
+        ["learner.stream_groups (17)", "learner.groups_per_step (16)", "Set learner.stream_groups=4"],
+    ),
+    (
+        ["learner.stream_groups=4", "algorithm.advantage=reinforce_pp"],
+        ["learner.stream_groups (4)", "reinforce_pp", "whole batch", "Set learner.stream_groups=0"],
+    ),
+    (
+        ["learner.stream_groups=4", "algorithm.loss=m2po", "algorithm.correction=none"],
+        ["learner.stream_groups (4)", "m2po", "whole batch", "Set learner.stream_groups=0"],
+    ),
+    (
+        ["learner.stream_groups=4", "buffer.max_times_sampled=2"],
+        ["learner.stream_groups (4)", "buffer.max_times_sampled (2)", "Set learner.stream_groups=0"],
+    ),
+    (
+        ["learner.stream_groups=4", "buffer.limiter=ratio"],
+        ["learner.stream_groups (4)", "buffer.limiter=ratio", "Set learner.stream_groups=0"],
+    ),
+    (
+        ["learner.stream_groups=4", "buffer.min_size=8"],
+        ["learner.stream_groups (4)", "buffer.min_size=8", "Set learner.stream_groups=0"],
+    ),
 ]
 
 

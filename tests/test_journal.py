@@ -258,7 +258,7 @@ def test_a_journal_of_another_group_size_is_refused(tmp_path: pathlib.Path) -> N
     buffer = open_buffer(tmp_path, group_size=2)
     buffer.issue("a")
     buffer.close()
-    with pytest.raises(ValueError, match="group_size 2, not 1 and 4"):
+    with pytest.raises(ValueError, match="group_size 2, not 2 and 4"):
         open_buffer(tmp_path, group_size=4)
     open_buffer(tmp_path, group_size=2)
 

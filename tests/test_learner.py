@@ -25,7 +25,8 @@ from streamrl.records import RolloutGroup
 class FakeBufferClient:
     """Gives one shard a step, made by the test, and notes what it was told."""
 
-    batches: Callable[[int], list[RolloutGroup] | None]  # version -> groups; None: end of the data; raises: not yet
+    batches: Callable[[int], list[RolloutGroup] | None]  # version -> groups; None: end of the data; empty: not yet
+    chunks: Callable[[int, int], Shard | None]  # version, chunk -> shard, instead of batches
 
     def __init__(self, address: str, *, rank: int, world_size: int, curve: Any = None) -> None:
         self.advanced: list[tuple[int, bool]] = []
@@ -37,7 +38,9 @@ class FakeBufferClient:
     def connect(self, *, timeout_s: float) -> None:
         self.connected = True
 
-    def sample(self, *, policy_version: int, timeout_s: float) -> Shard | None:
+    def sample(self, *, policy_version: int, chunk: int, timeout_s: float) -> Shard | None:
+        if hasattr(FakeBufferClient, "chunks"):
+            return FakeBufferClient.chunks(policy_version, chunk)
         groups = FakeBufferClient.batches(policy_version)
         if groups is None:
             return None

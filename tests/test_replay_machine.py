@@ -75,6 +75,7 @@ class ReplayMachine(RuleBasedStateMachine):
         self.incarnation = 0
         self.undone: list[tuple[int, int]] = []
         self.groups: dict[str, ModelGroup] = {}
+        self.steps: dict[int, list[str]] = {}  # version -> uids in order of sampling
         self.order = 0
         self.counts: Counter[str] = Counter()
         self.buffer = self.open()
@@ -232,6 +233,8 @@ class ReplayMachine(RuleBasedStateMachine):
             self.check_sample(group.uid, group.rollouts)
             model = held[group.uid]
             model.uses.append(self.version)
+            step = self.steps.setdefault(self.version, [])
+            step += [group.uid] if group.uid not in step else []
             assert group.times_sampled == len(model.uses)
             assert 0 < group.probability <= 1
             if len(model.uses) >= self.config.max_times_sampled:
@@ -281,6 +284,7 @@ class ReplayMachine(RuleBasedStateMachine):
         self.version = version
         self.incarnation += 1
         self.undone.append((self.incarnation, version))
+        self.steps = {v: uids for v, uids in self.steps.items() if v < version}
         for group in self.groups.values():
             if any(use >= version for use in group.uses):
                 group.uses = [use for use in group.uses if use < version]
@@ -378,8 +382,7 @@ class ReplayMachine(RuleBasedStateMachine):
         if not hasattr(self, "buffer"):
             return
         for version in range(self.committed, self.version + 1):
-            expected = {uid for uid, g in self.groups.items() if version in g.uses}
-            assert {g.uid for g in self.buffer.sampled_at(version)} == expected
+            assert [g.uid for g in self.buffer.sampled_at(version)] == self.steps.get(version, [])
 
 
 TestReplayMachine = ReplayMachine.TestCase

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from stand_ins import make_rollout
 
-from buffers.shards import cut
+from buffers.shards import Shard, StepCut
 from streamrl.records import RolloutGroup
 
 
@@ -15,6 +15,13 @@ def groups_of(lengths: list[int]) -> list[RolloutGroup]:
         RolloutGroup(uid=f"0-{i:06d}", rollouts=tuple(make_rollout(f"0-{i:06d}", m, length=n) for m in range(2)))
         for i, n in enumerate(lengths)
     ]
+
+
+def cut(groups: list[RolloutGroup], world_size: int) -> list[Shard]:
+    """Of a batch that is there."""
+    step = StepCut(size=len(groups), chunk_size=len(groups), world_size=world_size)
+    step.extend(groups)
+    return [step.shard(0, rank) for rank in range(world_size)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
@@ -43,3 +50,38 @@ def test_equal_groups_are_dealt_evenly_and_always_the_same_way() -> None:
         [g.uid for g in shard.groups] for shard in cut(groups, 4)
     ]
     assert [len(shard.groups) for shard in cut(groups, 4)] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("chunk_size", [1, 3, 4, 16, 17])
+def test_chunks_are_the_batch_in_order_and_the_last_one_has_its_totals(chunk_size: int, world_size: int) -> None:
+    groups = groups_of([int(n) for n in np.random.default_rng(chunk_size).integers(1, 200, 17)])
+    step = StepCut(size=17, chunk_size=chunk_size, world_size=world_size)
+    for start in range(0, 17, 2):  # whatever comes at a time
+        step.extend(groups[start : start + 2])
+    assert step.missing == step.missing_in_step == 0
+    seen = 0
+    for chunk in range(step.num_chunks):
+        shards = [step.shard(chunk, rank) for rank in range(world_size)]
+        expected = groups[chunk * chunk_size : (chunk + 1) * chunk_size]
+        assert sorted(g.uid for shard in shards for g in shard.groups) == [g.uid for g in expected]
+        seen += len(expected)
+        assert {shard.num_groups for shard in shards} == {seen}
+        assert {shard.is_last for shard in shards} == {seen == 17}
+    assert shards[0].num_tokens == sum(g.num_tokens for g in groups)
+
+
+def test_chunks_of_one_group_are_balanced_over_the_step_not_each_for_itself() -> None:
+    groups = groups_of([100, 10, 10, 10, 40, 30])
+    step = StepCut(size=6, chunk_size=1, world_size=2)
+    step.extend(groups)
+    loads = [sum(g.num_tokens for k in range(6) for g in step.shard(k, rank).groups) for rank in range(2)]
+    assert loads[0] == groups[0].num_tokens and max(loads) <= 1.25 * min(loads)
+    assert step.shard(1, 0).groups == []
+
+
+def test_a_chunk_that_is_not_complete_is_not_cut() -> None:
+    step = StepCut(size=5, chunk_size=2, world_size=1)
+    step.extend(groups_of([1, 1, 1]))
+    assert (step.num_chunks, step.missing, step.missing_in_step) == (1, 1, 2)
+    assert not step.shard(0, 0).is_last

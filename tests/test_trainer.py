@@ -16,7 +16,7 @@ import torch.multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from buffers.shards import Shard
+from buffers.shards import Shard, StepCut
 from streamrl.config import Config, config_from_tree
 from streamrl.policy import Policy
 from streamrl.records import Rollout, RolloutGroup, RolloutTimings
@@ -39,6 +39,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "interpolate": {"proximal": "interpolate", "clip_high": 0.05, "rejection": "geometric", "rejection_cap": 1.1},
     "bypass": {"advantage": "rloo", "loss": "gspo", "proximal": "bypass", "correction": "none", "clip_high": 0.05},
 }
+
+# Those that need nothing of the whole batch before the first backward; the others are refused in config_rules.py.
+STREAMED = ("defaults", "kept in chunks", "interpolate", "bypass")
+SETTINGS["kept in chunks"] = {**SETTINGS["kept"], "advantage": "maxrl", "kl_in": "reward"}
+STREAMED_BY_SEVERAL_RANKS = [("defaults", 2), ("kept in chunks", 1), ("kept in chunks", 3)]
+CHUNK_SIZES = (1, 2, 3)  # of 5 groups
 
 
 def config_of(setting: str, *, budget: int) -> Config:
@@ -103,10 +109,11 @@ def shard_of(groups: list[RolloutGroup], mine: list[RolloutGroup]) -> Shard:
 
 
 def train(
-    folder: pathlib.Path, mesh: DeviceMesh, config: Config, rank: int, world_size: int
+    folder: pathlib.Path, mesh: DeviceMesh, config: Config, rank: int, world_size: int, *, chunk_size: int = 0
 ) -> tuple[torch.Tensor, list[dict[str, float]]]:
     """All weights in one vector after STEPS steps, and the metrics. The last of several ranks has little or no data.
-    Several ranks checkpoint their activations, which must change nothing either."""
+    Several ranks checkpoint their activations, which must change nothing either. With a chunk_size a batch comes in
+    chunks, cut over the ranks as the buffer does it."""
     temperature = config.generator.temperature
     policy = Policy(folder, mesh=mesh, temperature=temperature, activation_checkpointing=world_size > 1)
     reference = Policy(folder, mesh=mesh, temperature=1.0) if config.algorithm.kl_coef else None
@@ -114,6 +121,14 @@ def train(
     metrics = []
     for step in range(STEPS):
         groups = batch_of(step)
+        if chunk_size:
+            cut = StepCut(size=len(groups), chunk_size=chunk_size, world_size=world_size)
+            cut.extend(groups)
+            trainer.begin(step)
+            for chunk in range(cut.num_chunks):
+                trainer.add(cut.shard(chunk, rank).groups)
+            metrics.append(trainer.finish(cut.shard(cut.num_chunks - 1, rank)))
+            continue
         parts = {1: [groups], 2: [groups[:4], groups[4:]], 3: [groups[:2], groups[2:], []]}[world_size]
         metrics.append(trainer.step(shard_of(groups, parts[rank]), policy_version=step))
     return torch.cat([parameter.full_tensor().reshape(-1) for parameter in policy.parameters()]).detach(), metrics
@@ -124,10 +139,13 @@ def run_rank(rank: int, world_size: int, port: int, folder: str, out: str) -> No
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     mesh = init_device_mesh("cpu", (world_size,))
-    results = {
+    results: dict[Any, Any] = {
         setting: train(pathlib.Path(folder), mesh, config_of(setting, budget=30), rank, world_size)
         for setting in SETTINGS
     }
+    for setting, size in STREAMED_BY_SEVERAL_RANKS:
+        config = config_of(setting, budget=30)
+        results[setting, size] = train(pathlib.Path(folder), mesh, config, rank, world_size, chunk_size=size)
     if rank == 0:
         torch.save(results, out)
     dist.destroy_process_group()
@@ -167,10 +185,29 @@ def several_ranks(
 def test_any_number_of_ranks_gives_the_same_weights_and_metrics(
     setting: str, one_rank: dict[str, Any], several_ranks: dict[str, Any]
 ) -> None:
-    (expected, expected_metrics), (weights, metrics) = one_rank[setting], several_ranks[setting]
+    assert_same(several_ranks[setting], one_rank[setting])
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    (weights, metrics), (expected, expected_metrics) = ours, theirs
     assert float((weights - expected).abs().max()) < 1e-5
-    for ours, theirs in zip(metrics, expected_metrics, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    for one, other in zip(metrics, expected_metrics, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(("setting", "size"), STREAMED_BY_SEVERAL_RANKS)
+def test_a_batch_in_chunks_gives_several_ranks_the_same_weights_and_metrics(
+    setting: str, size: int, one_rank: dict[str, Any], several_ranks: dict[str, Any]
+) -> None:
+    assert_same(several_ranks[setting, size], one_rank[setting])
+
+
+@pytest.mark.parametrize("setting", STREAMED)
+@pytest.mark.parametrize("size", CHUNK_SIZES)
+def test_a_batch_in_chunks_gives_one_rank_the_same_weights_and_metrics(
+    setting: str, size: int, folder: pathlib.Path, mesh: DeviceMesh, one_rank: dict[str, Any]
+) -> None:
+    assert_same(train(folder, mesh, config_of(setting, budget=4096), 0, 1, chunk_size=size), one_rank[setting])
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
