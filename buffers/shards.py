@@ -92,3 +92,10 @@ class StepCut:
             )
             for indices in shares
         ]
+
+
+def cut(groups: Sequence[RolloutGroup], world_size: int) -> list[Shard]:
+    """One shard per rank of a batch that is there; every group is in exactly one of them."""
+    step = StepCut(size=len(groups), chunk_size=len(groups), world_size=world_size)
+    step.extend(groups)
+    return [step.shard(0, rank) for rank in range(world_size)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from stand_ins import make_rollout
 
-from buffers.shards import Shard, StepCut
+from buffers.shards import StepCut, cut
 from streamrl.records import RolloutGroup
 
 
@@ -15,13 +15,6 @@ def groups_of(lengths: list[int]) -> list[RolloutGroup]:
         RolloutGroup(uid=f"0-{i:06d}", rollouts=tuple(make_rollout(f"0-{i:06d}", m, length=n) for m in range(2)))
         for i, n in enumerate(lengths)
     ]
-
-
-def cut(groups: list[RolloutGroup], world_size: int) -> list[Shard]:
-    """Of a batch that is there."""
-    step = StepCut(size=len(groups), chunk_size=len(groups), world_size=world_size)
-    step.extend(groups)
-    return [step.shard(0, rank) for rank in range(world_size)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
