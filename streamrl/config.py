@@ -279,8 +279,9 @@ class LearnerConfig(_Section, frozen=True):
 
 
 class WeightSyncConfig(_Section, frozen=True):
-    backend: Literal["auto", "shm"] = "auto"
-    """How weights travel: `shm`, a double-buffered shared segment on one host. `auto` picks, and says why."""
+    backend: Literal["auto", "shm", "tcp"] = "auto"
+    """How weights travel: `shm`, a double-buffered shared segment on one host; `tcp`, to any host, from every learner
+    rank its own part. `auto` picks, and says why."""
     probe_prompts: Count = 4
     """Fixed sequences whose log-probs prove each update."""
     probe_tolerance: Annotated[float, Meta(ge=0)] = 0.0

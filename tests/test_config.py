@@ -12,6 +12,7 @@ import yaml
 from streamrl.config import Config, check_config, config_from_tree, dump_config, flatten_config, load_config
 from streamrl.config_reference import render_reference
 from streamrl.errors import ConfigError
+from streamrl.weight_sync.choice import Placement, choose_backend, with_backend
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -212,3 +213,20 @@ def test_sparse_files_only_hold_what_differs() -> None:
         for section, settings in tree.items():
             for key, value in settings.items():
                 assert defaults[section][key] != value, f"{path.name}: {section}.{key} is the default"
+
+
+# -- which weight backend --------------------------------------------------------------------------------------------
+
+
+def test_auto_picks_shared_memory_on_one_host_and_tcp_on_several_and_says_why() -> None:
+    one = Placement(learner_hosts=("a", "a"), generator_hosts=("a",))
+    two = Placement(learner_hosts=("a",), generator_hosts=("a", "b"))
+    assert choose_backend(Config(), one) == ("shm", "learner and generators are on one host")
+    assert choose_backend(Config(), two) == ("tcp", "learner and generators are on 2 hosts")
+    assert choose_backend(with_backend(Config(), "tcp"), one) == ("tcp", "weight_sync.backend says so")
+
+
+def test_shared_memory_across_hosts_is_refused() -> None:
+    two = Placement(learner_hosts=("a",), generator_hosts=("b",))
+    with pytest.raises(ConfigError, match=r"weight_sync.backend \(shm\).*this run is on 2 \(a, b\).*backend=tcp"):
+        choose_backend(with_backend(Config(), "shm"), two)

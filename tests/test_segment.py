@@ -168,12 +168,7 @@ def test_a_reader_beside_a_writer_in_a_hurry_gets_whole_versions_only(run_name: 
 
 def _write_shards(rank: int, world_size: int, run_name: str, rendezvous: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
-    mesh = init_device_mesh("cpu", (world_size,))
-    full = sharded_parameters()
-    parameters: dict[str, torch.Tensor] = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in full.items()}
-    parameters["columns"] = distribute_tensor(full["rows7"], mesh, [Shard(1)])
-    parameters["replicated"] = distribute_tensor(full["rows7"], mesh, [Replicate()])
-    parameters["plain"] = full["rows7"] if rank == 0 else torch.zeros_like(full["rows7"])  # rank 0's counts
+    parameters = sharded_tensors(rank, world_size)
     if rank == 0:
         SegmentWriter.create(run_name, world_size=world_size, parameters=parameters)
     dist.barrier()
@@ -185,6 +180,17 @@ def _write_shards(rank: int, world_size: int, run_name: str, rendezvous: str) ->
     payload = sum(t.numel() * t.element_size() for t in parameters.values())
     assert sum(int(s) for s in sizes) == payload, "a byte was written by no rank, or by two"
     dist.destroy_process_group()
+
+
+def sharded_tensors(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """`sharded_parameters`, and one of them placed in every other way, on this rank of a process group."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    full = sharded_parameters()
+    parameters: dict[str, torch.Tensor] = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in full.items()}
+    parameters["columns"] = distribute_tensor(full["rows7"], mesh, [Shard(1)])
+    parameters["replicated"] = distribute_tensor(full["rows7"], mesh, [Replicate()])
+    parameters["plain"] = full["rows7"] if rank == 0 else torch.zeros_like(full["rows7"])  # rank 0's counts
+    return parameters
 
 
 def sharded_parameters() -> dict[str, torch.Tensor]:

@@ -49,10 +49,10 @@ def run() -> Iterator[Callable[[Coroutine[Any, Any, T]], T]]:
 # -- the channel, without an engine ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def publisher() -> Iterator[WeightPublisher]:
+@pytest.fixture(params=["shm", "tcp"])
+def publisher(request: pytest.FixtureRequest) -> Iterator[WeightPublisher]:
     publisher = WeightPublisher(
-        WeightSyncConfig(backend="shm"),
+        WeightSyncConfig(backend=request.param),
         run_name=RUN_NAME,
         rank=0,
         world_size=1,
@@ -155,7 +155,7 @@ def test_after_a_broken_link_the_current_version_is_not_loaded_twice(run: Any, p
         announcer = publisher._announcer
         assert announcer is not None
         joined_again = announcer._take(Message("generator-0", "joined", [b""]))
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(joined_again, announcer._loop))
+        await asyncio.to_thread(announcer._loop.call, joined_again)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(subscriber.next(), 0.3)
         publish(publisher, 1)
@@ -165,6 +165,7 @@ def test_after_a_broken_link_the_current_version_is_not_loaded_twice(run: Any, p
     run(scenario())
 
 
+@pytest.mark.parametrize("publisher", ["shm"], indirect=True)
 def test_nothing_is_left_in_shared_memory(publisher: WeightPublisher) -> None:
     publisher.start()
     path = segment_path(RUN_NAME)

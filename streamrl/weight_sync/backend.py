@@ -20,7 +20,7 @@ import torch
 from streamrl.records import WeightUpdate
 from streamrl.sockets import CurveKeys
 
-LOADERS = {"shm": "streamrl_shadow"}
+LOADERS = {"shm": "streamrl_shadow", "tcp": "streamrl_shadow"}
 """weight_sync.backend -> vLLM's name of the weight-transfer engine that loads what its `Inlet` has fetched."""
 
 Parameters = Mapping[str, torch.Tensor]
@@ -94,14 +94,16 @@ class Inlet(Protocol):
 def make_outlet(backend: str, settings: OutletSettings) -> Outlet:
     """The learner rank's end of `weight_sync.backend`."""
     from streamrl.weight_sync.shm import ShmOutlet
+    from streamrl.weight_sync.tcp import TcpOutlet
 
-    makers: dict[str, Callable[[OutletSettings], Outlet]] = {"shm": ShmOutlet}
+    makers: dict[str, Callable[[OutletSettings], Outlet]] = {"shm": ShmOutlet, "tcp": TcpOutlet}
     return makers[backend](settings)
 
 
 def make_inlet(backend: str, settings: InletSettings) -> Inlet:
     """The generator's end of `weight_sync.backend`."""
     from streamrl.weight_sync.shm import ShmInlet
+    from streamrl.weight_sync.tcp import TcpInlet
 
-    makers: dict[str, Callable[[InletSettings], Inlet]] = {"shm": ShmInlet}
+    makers: dict[str, Callable[[InletSettings], Inlet]] = {"shm": ShmInlet, "tcp": TcpInlet}
     return makers[backend](settings)

@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -42,13 +40,10 @@ from streamrl.weight_sync.backend import (
     make_inlet,
     make_outlet,
 )
+from streamrl.weight_sync.loop_thread import LoopThread
 from streamrl.wire import Codec, Frame, pack
 
 logger = logging.getLogger(__name__)
-
-_CONTROL_LIMIT_S = 10.0  # for what the loop thread does at once: binding, sending, closing
-
-T = TypeVar("T")
 
 
 class ProbeSet(msgspec.Struct, frozen=True):
@@ -190,22 +185,24 @@ class _Announcer:
 
     def __init__(self, probe: ProbeSet, *, bind: str, curve: CurveKeys | None) -> None:
         welcome = msgspec.msgpack.encode(probe)
-        self._loop = asyncio.new_event_loop()
+        self._loop = LoopThread("weight-announcer")
         self._listener = Listener(bind=bind, curve=curve, welcome=lambda name, payload: welcome)
         self._peers: set[str] = set()
         self._current: list[Frame] = []
         self._acks: list[WeightAck] = []
-        self._thread = threading.Thread(target=self._loop.run_forever, name="weight-announcer", daemon=True)
-        self._thread.start()
-        self.address = self._call(self._listener.start())
-        self._serving = asyncio.run_coroutine_threadsafe(self._serve(), self._loop)
+        try:
+            self.address = self._loop.call(self._listener.start())
+        except BaseException:
+            self._loop.close()
+            raise
+        self._loop.begin(self._serve())
 
     @property
     def num_refused(self) -> int:
         return self._listener.num_refused
 
     def announce(self, update: WeightUpdate) -> None:
-        self._call(self._announce(pack(update)))
+        self._loop.call(self._announce(pack(update)))
 
     def take_acks(self) -> list[WeightAck]:
         acks, self._acks = self._acks, []  # one reference is swapped, so the loop thread cannot lose an ack
@@ -213,15 +210,9 @@ class _Announcer:
 
     def close(self) -> None:
         try:
-            self._call(self._listener.close(reason="the learner has ended"))
-            self._serving.result(_CONTROL_LIMIT_S)
+            self._loop.call(self._listener.close(reason="the learner has ended"))
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_CONTROL_LIMIT_S)
             self._loop.close()
-
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_CONTROL_LIMIT_S)
 
     async def _announce(self, frames: list[Frame]) -> None:
         self._current = frames

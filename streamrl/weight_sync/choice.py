@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from streamrl.config import Config
+from streamrl.errors import ConfigError
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,10 +36,17 @@ def choose_backend(config: Config, placement: Placement) -> tuple[str, str]:
     Raises:
         ConfigError: the named backend cannot reach every generator.
     """
-    wanted = config.weight_sync.backend
-    if wanted == "auto":
-        return "shm", "learner and generators are on one host"
-    return wanted, "weight_sync.backend says so"
+    wanted, hosts = config.weight_sync.backend, placement.hosts
+    if wanted == "shm" and len(hosts) > 1:
+        raise ConfigError(
+            f"weight_sync.backend (shm): shared memory is of one host, and this run is on {len(hosts)} "
+            f"({', '.join(hosts)}). Set weight_sync.backend=tcp."
+        )
+    if wanted != "auto":
+        return wanted, "weight_sync.backend says so"
+    if len(hosts) > 1:
+        return "tcp", f"learner and generators are on {len(hosts)} hosts"
+    return "shm", "learner and generators are on one host"
 
 
 def with_backend(config: Config, backend: Any) -> Config:

@@ -6,6 +6,8 @@ contiguous. A rank owns the bytes of its own shards, so nothing is gathered and 
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping
 
 import msgspec
@@ -101,6 +103,56 @@ def local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]] | 
     if list(local.shape) != extent:
         raise WeightSyncError(f"a shard is {list(local.shape)} where {extent} was expected: {tensor.placements}")
     return (local, tuple(offset)) if local.numel() else None
+
+
+class Run(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes that lie together both in a rank's part (`source`) and in the whole payload (`target`)."""
+
+    source: int
+    target: int
+    num_bytes: int
+
+
+class Part:
+    """The bytes of one rank, end to end: its shards, each at an aligned offset."""
+
+    def __init__(self, layout: Layout, parameters: Mapping[str, torch.Tensor], *, rank: int) -> None:
+        self._parameters = parameters
+        self._rank = rank
+        self._places: dict[str, ParameterEntry] = {}
+        self.runs: list[Run] = []
+        """Where its bytes belong, in the order in which they lie here."""
+        self.num_bytes = 0
+        entries = {entry.name: entry for entry in layout.entries}
+        for name, local, offset in own_shards(parameters, rank=rank):
+            full = entries[name]
+            size = getattr(torch, full.dtype).itemsize
+            place = ParameterEntry(name, full.dtype, tuple(local.shape), self.num_bytes, local.numel() * size)
+            self._places[name] = place
+            source = place.offset
+            for start, count in _contiguous(full.shape, offset, place.shape):
+                self.runs.append(Run(source, full.offset + start * size, count * size))
+                source += count * size
+            self.num_bytes = round_up(place.offset + place.num_bytes, ALIGNMENT)
+
+    def write(self, into: Payload) -> int:
+        """Write the shards as they are now. Returns the bytes written."""
+        for name, local, _ in own_shards(self._parameters, rank=self._rank):
+            self._places[name].tensor(into).copy_(local)
+        return sum(place.num_bytes for place in self._places.values())
+
+
+def _contiguous(shape: tuple[int, ...], offset: tuple[int, ...], extent: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """The window [offset, offset + extent) of a tensor as (first element, number of elements) that lie together."""
+    inner = len(shape)
+    while inner > 0 and extent[inner - 1] == shape[inner - 1]:
+        inner -= 1  # the window is whole in these dimensions
+    outer = max(0, inner - 1)  # and a slice of this one, so from here on it lies together
+    count = math.prod(extent[outer:])
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    for index in itertools.product(*(range(n) for n in extent[:outer])):
+        position = [*(o + i for o, i in zip(offset, index, strict=False)), *offset[outer:]]
+        yield sum(p * stride for p, stride in zip(position, strides, strict=True)), count
 
 
 def round_up(value: int, unit: int) -> int:
