@@ -1,15 +1,17 @@
 """How fast one generator's rollouts reach the buffer process, against four other ways to send them.
 
-    ours    GeneratorClient -> Listener: headers and raw arrays, decoded and checked, acknowledged, with credit
-    copy    the same bytes over a bare ZeroMQ PUSH/PULL pair, not looked at
+    ours    GeneratorClient -> Listener: laid out, sent, decoded and checked into Rollouts, acknowledged, with credit;
+            not inserted into a buffer (bench_buffer does that)
+    copy    the very frames that ours sends, made before the clock starts, over a bare PUSH/PULL pair, not looked at
     pickle  pickled Rollout objects over the same pair
     lists   msgspec with lists of numbers over the same pair, decoded
     ray     ray.util.queue.Queue, put and get of Rollout objects
 
 Two processes each, over loopback; every way starts from what it sends (arrays, or lists for `lists`) and ends with
-what it would train on. Prints one JSON line: rollouts per second (median of the rounds, the ways taking turns), the
-ratios, and the CPU time per rollout of the busier of the two processes: on an idle machine the rate is near its
-inverse, on a busy one (see `load`) it says more than the rate.
+what it would train on. The ways through the pair send one message a rollout, but for `copy`, which sends what ours
+sends: `bare_over_lists` is the most that any way could reach here with these messages. Prints one JSON line: rollouts
+per second (median of the rounds, the ways taking turns), the ratios, and the CPU time per rollout of the busier of the
+two processes: on an idle machine the rate is near its inverse, on a busy one (see `load`) it says more than the rate.
 
     python -m bench.bench_wire [--rounds 5] [--lengths 128 1024 8192] [--no-ray]
 """
@@ -33,7 +35,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from buffers.client import GeneratorClient
+from buffers.client import GeneratorClient, portions_of
 from buffers.server import WINDOW_BYTES, WINDOW_ROLLOUTS
 from streamrl import wire
 from streamrl.errors import ClosedError
@@ -86,19 +88,14 @@ def receive_ours(pipe: Pipe, count: int) -> None:
         pipe.send(await listener.start())
         received, start = 0, 0.0
         while received < count:
-            acks: list[wire.Ack] = []
             for message in await listener.receive_all():
                 if message.kind != "data":
                     continue
                 body, arrays = wire.TO_BUFFER.unpack(message.frames)
-                rollout = wire.rollout_from(body, arrays)
+                rollouts = wire.rollouts_from(body, arrays)
                 start = start or time.perf_counter()
-                acks.append(
-                    wire.Ack(uid=rollout.uid, member=rollout.member, attempt=rollout.attempt, status="accepted")
-                )
-            received += len(acks)
-            if acks:
-                await listener.send("generator-0", wire.pack(wire.Acks(acks=acks)))
+                received += len(rollouts)
+                await listener.send("generator-0", wire.pack(wire.Acks(number=body.number, others=[])))
         pipe.send((time.perf_counter() - start, time.process_time()))
         try:
             while (await listener.receive()).kind != "left":
@@ -185,10 +182,16 @@ def send_lists(address: str, rollouts: list[ListRollout]) -> None:
     send_plain(address, rollouts, lambda socket, r: socket.send(encoder.encode(r)))
 
 
+def as_frames(rollouts: list[Rollout]) -> list[list[wire.Frame]]:
+    """The deliveries that ours makes of them."""
+    portions = portions_of([wire.Parcel.of(rollout) for rollout in rollouts])
+    return [wire.encode_delivery(portion, number=i) for i, portion in enumerate(portions)]
+
+
 # what is not part of the way: the rollouts in the form it sends them
 PREPARE: dict[str, Callable[[list[Rollout]], list[Any]]] = {
     "ours": list,
-    "copy": lambda rollouts: [wire.encode_rollout(r) for r in rollouts],
+    "copy": as_frames,
     "pickle": list,
     "lists": as_lists,
 }
@@ -205,7 +208,7 @@ def measure(way: str, rollouts: list[Rollout]) -> tuple[float, float]:
     prepared = PREPARE[way](rollouts)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=WAYS[way][1], args=(theirs, len(rollouts)))
+    process = context.Process(target=WAYS[way][1], args=(theirs, len(prepared)))
     process.start()
     try:
         address = ours.recv()
@@ -213,7 +216,7 @@ def measure(way: str, rollouts: list[Rollout]) -> tuple[float, float]:
         WAYS[way][0](address, prepared)
         send_s = time.process_time() - start
         seconds, receive_s = ours.recv()
-        return (len(rollouts) - 1) / seconds, 1e6 * max(send_s, receive_s) / len(rollouts)
+        return len(rollouts) * (1 - 1 / len(prepared)) / seconds, 1e6 * max(send_s, receive_s) / len(rollouts)
     finally:
         process.join(30)
         process.kill()
@@ -250,7 +253,7 @@ def main() -> None:
         import ray
 
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    numbers: dict[str, dict[str, float]] = {}
+    numbers: dict[str, dict[str, float | list[int]]] = {}
     for length in options.lengths:
         num_rollouts = min(20_000, 20_000_000 // length)
         rollouts = make_rollouts(length, num_rollouts)
@@ -269,6 +272,8 @@ def main() -> None:
         numbers[str(length)] = {f"{way}_per_s": round(rate) for way, rate in medians.items()} | {
             f"ours_over_{way}": round(medians["ours"] / rate, 2) for way, rate in medians.items() if way != "ours"
         }
+        numbers[str(length)]["bare_over_lists"] = round(medians["copy"] / medians["lists"], 2)
+        numbers[str(length)]["ours_spread_per_s"] = [round(min(rates["ours"])), round(max(rates["ours"]))]
         cpu_us = {way: statistics.median(values) for way, values in costs.items()}
         numbers[str(length)] |= {f"{way}_cpu_us": round(cost, 1) for way, cost in cpu_us.items()}
         numbers[str(length)] |= {

@@ -22,7 +22,7 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -34,8 +34,10 @@ from streamrl.mailbox import Mailbox
 from streamrl.records import Failure, IntArray, Lease, Rollout, RolloutGroup
 from streamrl.transport import HEARTBEAT_S, PEER_TIMEOUT_S, Connection, CurveKeys, Message
 
-Key = tuple[str, int, int]  # uid, member, attempt
 Result = TypeVar("Result")
+
+# One message: far more than its own costs, and little enough that sender, sockets and receiver work at the same time.
+DELIVERY_BYTES = 256 << 10
 
 logger = logging.getLogger(__name__)
 
@@ -62,23 +64,27 @@ class GeneratorClient:
         self._leases: Mailbox[tuple[Lease, IntArray]] = Mailbox()
         self._cancels: Mailbox[str] = Mailbox()
         self._held: dict[tuple[str, int], int] = {}  # (uid, member) -> attempt; leased and not acknowledged
-        self._unacknowledged: dict[Key, list[wire.Frame]] = {}
+        self._outbox: list[wire.Parcel] = []
+        self._unsaid_credit = 0  # granted and not yet sent
+        self._unsent = asyncio.Event()  # something of these two
+        self._sent: dict[int, list[wire.Parcel]] = {}  # by number of the delivery, rollouts first
+        self._numbers = itertools.count()
+        self._num_unacknowledged = 0  # in the outbox or sent
         self._unacknowledged_bytes = 0
         self._window = wire.GeneratorWelcome(window_rollouts=1, window_bytes=1)
         self._room = asyncio.Event()
         self._credit = 0
-        self._unsaid_credit = 0  # granted since the last hello while the link was down
         self._version = wire.Report(incarnation=0, policy_version=0)
         self._reported = False
         self._ended: str | None = None
-        self._pump: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self.outcomes: collections.Counter[str] = collections.Counter()
         """Acknowledged rollouts and failures by status: accepted, duplicate, stale, rejected, failed."""
 
     @property
     def unacknowledged(self) -> int:
         """Rollouts and failures sent, not yet acknowledged."""
-        return len(self._unacknowledged)
+        return self._num_unacknowledged
 
     async def connect(self, *, timeout_s: float) -> None:
         """Handshake with the buffer process.
@@ -89,7 +95,7 @@ class GeneratorClient:
         """
         welcome = await self._connection.connect(hello=self._hello, timeout_s=timeout_s)
         self._take_welcome(welcome)
-        self._pump = asyncio.create_task(self._receive())
+        self._tasks = [self._leases.fill(work) for work in (self._receive(), self._send_unsent())]
 
     async def report_version(self, *, incarnation: int, policy_version: int) -> None:
         """The engine now serves this version, proven. Without a report no member is leased."""
@@ -100,8 +106,8 @@ class GeneratorClient:
     async def request(self, num_members: int) -> None:
         """Grant credit for that many more members."""
         self._credit += num_members
-        if not await self._connection.send(wire.pack(wire.Request(num_members=num_members))):
-            self._unsaid_credit += num_members
+        self._unsaid_credit += num_members
+        self._unsent.set()
 
     async def next_lease(self) -> tuple[Lease, IntArray]:
         """The next members to generate, with their prompt_ids [P]. Waits; ClosedError at the end of the run."""
@@ -131,42 +137,58 @@ class GeneratorClient:
             ClosedError: the run is over, or the client was closed.
             FrameError: it is larger than the wire allows; report it with `fail`.
         """
-        await self._deliver(rollout.key, wire.encode_rollout(rollout))
+        await self._deliver(wire.Parcel.of(rollout))
 
     async def fail(self, failure: Failure) -> None:
         """As `send`, for a member that could not be generated or scored."""
-        await self._deliver((failure.uid, failure.member, failure.attempt), wire.pack(failure))
+        await self._deliver(wire.Parcel.of(failure))
 
     async def close(self, *, timeout_s: float) -> None:
         """Wait for the last acknowledgements within the limit, then free the socket."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self._unacknowledged and self._ended is None and self._pump is not None:
+                while self.unacknowledged and self._ended is None and self._tasks:
                     self._room.clear()
                     await self._room.wait()
-        if self._unacknowledged:
+        if self.unacknowledged:
             logger.warning("%s closes with %d rollouts unacknowledged", self._connection.name, self.unacknowledged)
         self._end("the client was closed")
         await self._connection.close()
-        if self._pump is not None:
-            await asyncio.wait([self._pump])
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
-    async def _deliver(self, key: Key, frames: list[wire.Frame]) -> None:
-        num_bytes = sum(len(frame) for frame in frames)
-        while self._ended is None and not self._fits(num_bytes):
+    async def _deliver(self, parcel: wire.Parcel) -> None:
+        while self._ended is None and not self._fits(parcel.num_bytes):
             self._room.clear()
             await self._room.wait()
         if self._ended is not None:
             raise ClosedError(self._ended)
-        self._unacknowledged[key] = frames
-        self._unacknowledged_bytes += num_bytes
-        await self._connection.send(frames)
+        self._num_unacknowledged += 1
+        self._unacknowledged_bytes += parcel.num_bytes
+        self._outbox.append(parcel)
+        self._unsent.set()
+
+    async def _send_unsent(self) -> None:
+        """What is ready at one moment goes out together, then the credit that was granted meanwhile."""
+        while self._ended is None:
+            self._unsent.clear()
+            outbox, self._outbox = self._outbox, []
+            for parcels in portions_of(outbox):
+                rollouts = [p for p in parcels if isinstance(p.content, Rollout)]
+                failures = [p for p in parcels if isinstance(p.content, Failure)]
+                number = next(self._numbers)
+                self._sent[number] = [*rollouts, *failures]
+                await self._connection.send(wire.encode_delivery(rollouts, failures, number=number))
+            credit = self._unsaid_credit
+            if credit and await self._connection.send(wire.pack(wire.Request(num_members=credit))):
+                self._unsaid_credit = 0
+            await self._unsent.wait()
 
     def _fits(self, num_bytes: int) -> bool:
-        if not self._unacknowledged:
+        if not self._num_unacknowledged:
             return True
         return (
-            len(self._unacknowledged) < self._window.window_rollouts
+            self._num_unacknowledged < self._window.window_rollouts
             and self._unacknowledged_bytes + num_bytes <= self._window.window_bytes
         )
 
@@ -200,12 +222,9 @@ class GeneratorClient:
         self._take_welcome(message.frames[0])
         if self._reported:
             await self._connection.send(wire.pack(self._version))
-        if self._unsaid_credit:
-            unsaid, self._unsaid_credit = self._unsaid_credit, 0
-            self._credit -= unsaid
-            await self.request(unsaid)
-        for frames in list(self._unacknowledged.values()):
-            await self._connection.send(frames)
+        sent, self._sent = self._sent, {}
+        self._outbox = [*itertools.chain.from_iterable(sent.values()), *self._outbox]
+        self._unsent.set()
 
     def _handle(self, message: Message) -> None:
         try:
@@ -222,8 +241,7 @@ class GeneratorClient:
                     self._held[body.uid, member] = attempt
                 self._leases.put_nowait((body, prompt_ids))
             case wire.Acks():
-                for ack in body.acks:
-                    self._forget(ack)
+                self._forget(body)
                 self._room.set()
             case wire.Cancel():
                 for uid, member in [key for key in self._held if key[0] == body.uid]:
@@ -232,13 +250,16 @@ class GeneratorClient:
             case wire.End():
                 self._end(body.reason)
 
-    def _forget(self, ack: wire.Ack) -> None:
-        frames = self._unacknowledged.pop((ack.uid, ack.member, ack.attempt), None)
-        if frames is not None:
-            self._unacknowledged_bytes -= sum(len(frame) for frame in frames)
-            self.outcomes[ack.status] += 1
-        if self._held.get((ack.uid, ack.member)) == ack.attempt:
-            del self._held[ack.uid, ack.member]
+    def _forget(self, acks: wire.Acks) -> None:
+        others = {place: status for place, status, _ in acks.others}
+        for place, parcel in enumerate(self._sent.pop(acks.number, ())):  # not there: sent again after a reconnect
+            self._num_unacknowledged -= 1
+            self._unacknowledged_bytes -= parcel.num_bytes
+            content = parcel.content
+            usual = "accepted" if isinstance(content, Rollout) else "failed"
+            self.outcomes[others.get(place, usual)] += 1
+            if self._held.get((content.uid, content.member)) == content.attempt:
+                del self._held[content.uid, content.member]
 
     def _end(self, reason: str) -> None:
         if self._ended is None:
@@ -246,6 +267,21 @@ class GeneratorClient:
             self._leases.close(reason)
             self._cancels.close(reason)
             self._room.set()
+            self._unsent.set()
+
+
+def portions_of(parcels: list[wire.Parcel]) -> Iterator[list[wire.Parcel]]:
+    """In order, each as long as a delivery should be."""
+    portion: list[wire.Parcel] = []
+    num_bytes = 0
+    for parcel in parcels:
+        if portion and (num_bytes + parcel.num_bytes > DELIVERY_BYTES or len(portion) == wire.MAX_DELIVERED):
+            yield portion
+            portion, num_bytes = [], 0
+        portion.append(parcel)
+        num_bytes += parcel.num_bytes
+    if portion:
+        yield portion
 
 
 class LearnerClient:

@@ -24,13 +24,14 @@ import logging
 import pathlib
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
 from buffers.desk import ShardDesk
 from buffers.leases import SOMEBODY_ELSE, LeaseBook, note_of
+from buffers.outcomes import InsertOutcome
 from buffers.replay import ReplayBuffer
 from streamrl import wire
 from streamrl.config import BufferConfig, Config, check_config
@@ -76,12 +77,6 @@ class _Generator:
     credit: int  # members asked for and not leased yet
     policy_version: int  # proven; -1 before the first report
     idle_since: float = 0.0  # unix time since which its credit has been waiting; 0 if it is not
-    settled: list[wire.Ack] = field(default_factory=list)  # and not yet acknowledged
-
-    def settle(self, what: _Attempt, status: str, reason: str) -> None:
-        self.settled.append(
-            wire.Ack(uid=what.uid, member=what.member, attempt=what.attempt, status=status, reason=reason)
-        )
 
 
 class BufferServer:
@@ -139,7 +134,7 @@ class BufferServer:
         self._peer_timeout_s = peer_timeout_s
         self._generators: dict[str, _Generator] = {}
         self._ranks: dict[str, int] = {}  # peer -> rank
-        self._arrived: list[tuple[_Generator, wire.RolloutMessage, list[wire.Array]]] = []
+        self._arrived: list[tuple[str, wire.Delivery, list[wire.Array]]] = []  # generator, and what it sent
         self._malformed: collections.Counter[str] = collections.Counter()  # by peer
         self._pause: asyncio.Timeout | None = None  # of `run`, while it waits
         self._ended: str | None = None
@@ -297,45 +292,54 @@ class BufferServer:
 
     async def _handle_generator(self, generator: _Generator, body: Any, arrays: list[wire.Array]) -> None:
         match body:
-            case wire.RolloutMessage():
-                self._arrived.append((generator, body, arrays))
+            case wire.Delivery():
+                self._arrived.append((generator.name, body, arrays))
             case wire.Request():
                 generator.credit += body.num_members
             case wire.Report():
                 generator.policy_version = body.policy_version
-            case Failure():
-                await self._insert_arrived()
-                await self._fail(body)
-                generator.settle(body, "failed", body.reason)
             case _:
                 self._count_malformed(generator.name, wire.FrameError("kind", f"{type(body).__name__} of a generator"))
 
     async def _insert_arrived(self) -> None:
-        """The rollouts that came together go into the buffer, and are acknowledged, together."""
+        """The rollouts that came together go into the buffer together; each delivery is acknowledged as a whole."""
         arrived, self._arrived = self._arrived, []
-        rollouts: list[Rollout] = []
-        senders: list[_Generator] = []
-        for generator, body, arrays in arrived:
-            try:
-                rollouts.append(wire.rollout_from(body, arrays))
-                senders.append(generator)
-            except wire.FrameError as error:
-                self._count_malformed(generator.name, error)
-                await self._fail_current(body.head, "malformed")
-                generator.settle(body.head, "rejected", "malformed")
-        outcomes = self.buffer.insert_many(rollouts) if rollouts else []
-        for generator, rollout, outcome in zip(senders, rollouts, outcomes, strict=True):
-            if outcome.group_discarded:
-                await self._close_groups([rollout.uid])
-            elif outcome.status == "accepted":
-                self.leases.settle(rollout.uid, rollout.member)
-            elif outcome.status == "rejected":
-                await self._fail_current(rollout, outcome.reason)
-            generator.settle(rollout, outcome.status, outcome.reason)
-        for generator in self._generators.values():
-            if generator.settled:
-                settled, generator.settled = generator.settled, []
-                await self._send(generator.name, wire.Acks(acks=settled))
+        decoded = [self._rollouts_of(*delivery) for delivery in arrived]
+        sound = [rollout for rollouts in decoded for rollout in rollouts if isinstance(rollout, Rollout)]
+        outcomes = iter(self.buffer.insert_many(sound) if sound else [])
+        for (generator, delivery, _), rollouts in zip(arrived, decoded, strict=True):
+            others: list[tuple[int, str, str]] = []
+            for place, rollout in enumerate(rollouts):
+                if isinstance(rollout, Rollout):
+                    status, reason = await self._settle(rollout, next(outcomes))
+                else:
+                    self._count_malformed(generator, rollout)
+                    await self._fail_current(delivery.heads[place], "malformed")
+                    status, reason = "rejected", "malformed"
+                if status != "accepted":
+                    others.append((place, status, reason))
+            for failure in delivery.failures:
+                await self._fail(failure)
+            await self._send(generator, wire.Acks(number=delivery.number, others=others))
+
+    def _rollouts_of(
+        self, generator: str, delivery: wire.Delivery, arrays: list[wire.Array]
+    ) -> list[Rollout | wire.FrameError]:
+        try:
+            return wire.rollouts_from(delivery, arrays)
+        except wire.FrameError as error:
+            if not delivery.heads:
+                self._count_malformed(generator, error)
+            return [error] * len(delivery.heads)
+
+    async def _settle(self, rollout: Rollout, outcome: InsertOutcome) -> tuple[str, str]:
+        if outcome.group_discarded:
+            await self._close_groups([rollout.uid])
+        elif outcome.status == "accepted":
+            self.leases.settle(rollout.uid, rollout.member)
+        elif outcome.status == "rejected":
+            await self._fail_current(rollout, outcome.reason)
+        return outcome.status, outcome.reason
 
     async def _fail_current(self, what: _Attempt, reason: str) -> None:
         """If somebody was to deliver this very attempt, the member is still missing."""

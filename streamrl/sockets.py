@@ -24,7 +24,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from streamrl.errors import ConfigError
-from streamrl.wire import Frame
+from streamrl.frames import Frame
 
 FLUSH_MS = 500  # how long `close` waits for the last frames to leave
 _PIPE_MESSAGES = 1 << 14  # in each direction; the bound in practice is the credit of the two ends

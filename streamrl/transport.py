@@ -35,10 +35,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from streamrl.errors import ClosedError, ConfigError, DeadlineExceededError, StreamrlError
+from streamrl.frames import MAX_FRAME_BYTES, Frame, FrameError, pack
 from streamrl.mailbox import Mailbox
 from streamrl.sockets import CurveKeys as CurveKeys
 from streamrl.sockets import Pipe
-from streamrl.wire import HELLO, MAX_FRAME_BYTES, Frame, FrameError, Hello, pack
+from streamrl.wire import HELLO, Hello
 
 HEARTBEAT_S = 2.0
 PEER_TIMEOUT_S = 15.0

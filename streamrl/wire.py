@@ -1,165 +1,39 @@
-"""Record <-> frames: a msgspec header and raw array buffers. No pickle, no sockets.
+"""The messages of the rollout stream, and its records with arrays as frames.
 
-A message is one or two frames. Frame 0 is msgpack: `[schema, kind, [[dtype, length], ...], body]`; frame 1, if there
-are arrays, is their bytes end to end, 1-d and little-endian. One frame for all of them, because at the size of a
-rollout a frame costs more than its bytes (bench/bench_wire.py). The schema version always comes first, so that a
-message of another version is refused with a sentence whatever else changed. `Codec` serves any set of msgspec Structs;
-the rollout stream's messages and its records with arrays (`Rollout`, `RolloutGroup`, a `Lease` with its prompt) are
-defined here.
-
-Everything that arrives is untrusted: `unpack` and the `*_from` functions check dtypes, lengths, limits and finiteness,
-and raise `FrameError` (a `WireError`) with a short countable `reason`, never anything else. Arrays are views of the
-received frame and therefore read-only.
+How a message becomes frames is in `frames.py`; here is what is said between generator, buffer and learner ranks, and
+how `Rollout`, `RolloutGroup` and a `Lease` with its prompt travel. Everything that arrives is untrusted: the `*_from`
+functions check dtypes, lengths, limits and finiteness, and raise `FrameError` with a short countable `reason`, never
+anything else. What they return are views of the received frame, and read-only.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeAlias
+from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from streamrl.errors import WireError
+from streamrl.frames import MAX_FRAME_BYTES, MAX_HEADER_BYTES, MAX_INDEX, Index, encode, frames_of
+from streamrl.frames import Array as Array
+from streamrl.frames import Codec as Codec
+from streamrl.frames import Frame as Frame
+from streamrl.frames import FrameError as FrameError
+from streamrl.frames import pack as pack
 from streamrl.records import Failure, FinishReason, Lease, Rollout, RolloutGroup, RolloutTimings
 
-SCHEMA_VERSION = 1
-MAX_FRAME_BYTES = 64 << 20  # 4M tokens with all they carry; also the socket's own limit
-MAX_FRAMES = 2
-MAX_ARRAYS = 16
-MAX_HEADER_BYTES = 4 << 20
+MAX_DELIVERED = 1 << 14  # rollouts and failures of one message
+MAX_NAME = 256  # characters
 
-Frame: TypeAlias = bytes | memoryview
-Array: TypeAlias = npt.NDArray[Any]
+Uid = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+Number = Annotated[int, Meta(ge=0)]  # of a delivery, counted by its sender
 
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
-_DTYPES = {name: np.dtype(name) for name in ("<i4", "<i8", "<f4", "<f8", "|u1")}
-
-Uid = Annotated[str, Meta(min_length=1, max_length=256)]
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
-Index = Annotated[int, Meta(ge=0, le=1 << 30)]
-
-
-class FrameError(WireError):
-    """A message that does not follow the format.
-
-    `reason` is the word to count it by: `schema`, `header`, `kind`, `frames`, `array`, `value`, `size`.
-    """
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-
-
-class _Header(msgspec.Struct, array_like=True, frozen=True):
-    schema: int
-    kind: str
-    arrays: Annotated[tuple[tuple[str, Index], ...], Meta(max_length=MAX_ARRAYS)]
-    body: msgspec.Raw
-
-
-_encoder = msgspec.msgpack.Encoder()
-_header_decoder = msgspec.msgpack.Decoder(_Header)
-
-
-def pack(message: msgspec.Struct, arrays: Sequence[Array] = ()) -> list[Frame]:
-    """A Struct and its 1-d arrays as frames. A single array is not copied: leave it unchanged until it is sent.
-
-    Raises:
-        FrameError: reason `size`, if a frame would be longer than a receiver accepts.
-    """
-    return _frames(message, [(array.dtype.str, len(array)) for array in arrays], arrays)
-
-
-def _frames(message: msgspec.Struct, specs: Sequence[tuple[str, int]], chunks: Sequence[Array]) -> list[Frame]:
-    """`chunks`, end to end, are the arrays that `specs` announce."""
-    body = msgspec.Raw(_encoder.encode(message))
-    header = _encoder.encode((SCHEMA_VERSION, type(message).__name__, specs, body))
-    if len(header) > MAX_HEADER_BYTES:
-        raise FrameError("size", f"a header of {len(header)} bytes is above the limit of {MAX_HEADER_BYTES}")
-    if not specs:
-        return [header]
-    buffers = [(c if c.flags.c_contiguous else np.ascontiguousarray(c)).data for c in chunks if len(c)]
-    payload: Frame = buffers[0].cast("B") if len(buffers) == 1 else b"".join(buffers)
-    if len(payload) > MAX_FRAME_BYTES:
-        raise FrameError("size", f"arrays of {len(payload)} bytes are above the limit of {MAX_FRAME_BYTES}")
-    return [header, payload]
-
-
-class Codec:
-    """Unpacks the messages of one channel: the Struct types it knows, and no others.
-
-    Example: Codec(Ack, Cancel).unpack(pack(Cancel(uid="0-000017"))) == (Cancel(uid="0-000017"), []).
-    """
-
-    def __init__(self, *types: type[msgspec.Struct]) -> None:
-        self._bodies: dict[str, msgspec.msgpack.Decoder[msgspec.Struct]] = {
-            t.__name__: msgspec.msgpack.Decoder(t) for t in types
-        }
-
-    def unpack(self, frames: Sequence[Frame]) -> tuple[Any, list[Array]]:
-        """The message and its arrays, as read-only views of the frames.
-
-        Raises:
-            FrameError: whatever the frames hold, this is the only error.
-        """
-        if not 1 <= len(frames) <= MAX_FRAMES:
-            raise FrameError("frames", f"{len(frames)} frames, at most {MAX_FRAMES} are allowed")
-        if len(frames[0]) > MAX_HEADER_BYTES:
-            raise FrameError("size", f"a header of {len(frames[0])} bytes is above the limit of {MAX_HEADER_BYTES}")
-        try:
-            header = _header_decoder.decode(frames[0])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            _refuse_other_schema(_schema_of(frames[0]))
-            raise FrameError("header", f"not a header: {error}") from None
-        _refuse_other_schema(header.schema)
-        decoder = self._bodies.get(header.kind)
-        if decoder is None:
-            raise FrameError("kind", f"{header.kind[:64]!r} is none of {', '.join(self._bodies)}")
-        try:
-            message = decoder.decode(header.body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise FrameError("header", f"not a {header.kind}: {error}") from None
-        return message, _arrays(header.arrays, frames[1] if len(frames) > 1 else b"")
-
-
-def _arrays(specs: Sequence[tuple[str, int]], frame: Frame) -> list[Array]:
-    arrays: list[Array] = []
-    offset = 0
-    for name, length in specs:
-        dtype = _DTYPES.get(name)
-        if dtype is None:
-            raise FrameError("array", f"dtype {name[:16]!r} is none of {', '.join(_DTYPES)}")
-        end = offset + length * dtype.itemsize
-        if end > len(frame):
-            raise FrameError("array", f"{length} numbers of {name} announced, {len(frame) - offset} bytes came")
-        arrays.append(np.frombuffer(frame, dtype, length, offset))
-        offset = end
-    if offset != len(frame):
-        raise FrameError("array", f"{offset} bytes of arrays announced, {len(frame)} came")
-    return arrays
-
-
-def _schema_of(frame: Frame) -> int | None:
-    """The first number of a header whose shape this version does not know."""
-    try:
-        value = msgspec.msgpack.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    return value[0] if isinstance(value, list) and value and isinstance(value[0], int) else None
-
-
-def _refuse_other_schema(schema: int | None) -> None:
-    if schema is not None and schema != SCHEMA_VERSION:
-        raise FrameError(
-            "schema",
-            f"the message has wire schema {schema}, this process speaks {SCHEMA_VERSION}; "
-            "start every process of the run from the same streamrl version",
-        )
-
 
 # -- every link: the first message of a session (streamrl/transport.py) ----------------------------------------------
 
@@ -206,20 +80,15 @@ class Request(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     num_members: Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
-class Ack(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """The buffer has taken charge of (uid, member, attempt): the generator may forget it."""
-
-    uid: Uid
-    member: Index
-    attempt: Index
-    status: str  # accepted | duplicate | stale | rejected | failed
-    reason: str = ""
-
-
 class Acks(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """What was settled since the last message of this kind."""
+    """The buffer has taken charge of everything in `Delivery` number so-and-so: the generator may forget it.
 
-    acks: list[Ack]
+    The rollouts were `accepted` and the failures `failed`, but for `others`: (place among the rollouts, status
+    duplicate | stale | rejected, reason).
+    """
+
+    number: Number
+    others: list[tuple[Index, str, str]]
 
 
 class Cancel(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -242,41 +111,91 @@ class _RolloutHead(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     reward: float
     reward_parts: dict[str, float]
     finish_reason: FinishReason
-    generator: Annotated[str, Meta(max_length=256)]
+    generator: Annotated[str, Meta(max_length=MAX_NAME)]
     timings: tuple[float, float, float, float]
     num_prompt: Index
-    num_response: Annotated[int, Meta(ge=1, le=1 << 30)]
+    num_response: Annotated[int, Meta(ge=1, le=MAX_INDEX)]
 
 
-class RolloutMessage(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """One rollout. Arrays: prompt_ids, response_ids and versions end to end [P + 2T] i4, old_log_probs [T] f4."""
+class Delivery(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """What a generator had ready at one moment: rollouts and failures, answered by one `Acks`.
 
-    head: _RolloutHead
+    Arrays: of every rollout prompt_ids, response_ids and versions, end to end [sum of P + 2T] i4; of every rollout
+    old_log_probs [sum of T] f4. So a thousand short rollouts are checked in one pass, and cost one message.
+    """
+
+    number: Number
+    heads: Annotated[list[_RolloutHead], Meta(max_length=MAX_DELIVERED)]
+    failures: Annotated[list[Failure], Meta(max_length=MAX_DELIVERED)]
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A rollout or a failure that is ready to go into a `Delivery`: checked, and encoded but for its arrays."""
+
+    content: Rollout | Failure
+    head: msgspec.Raw
+    num_bytes: int
+
+    @classmethod
+    def of(cls, content: Rollout | Failure) -> Parcel:
+        """Raises FrameError, reason `array`, `header` or `size`, for what no receiver would take: here it can still be
+        blamed on one rollout."""
+        if isinstance(content, Rollout):
+            _check(content)
+        head = encode(_head(content) if isinstance(content, Rollout) else content)
+        num_bytes = len(head) + (content.num_bytes if isinstance(content, Rollout) else 0)
+        if len(head) > MAX_HEADER_BYTES // 2 or num_bytes > MAX_FRAME_BYTES:
+            raise FrameError(
+                "size", f"{content.uid[:64]}/{content.member}: {num_bytes} bytes are too many for the wire"
+            )
+        return cls(content, msgspec.Raw(head), num_bytes)
+
+
+def encode_delivery(rollouts: Sequence[Parcel], failures: Sequence[Parcel] = (), *, number: int) -> list[Frame]:
+    """Two frames, or one without rollouts.
+
+    Raises:
+        FrameError: reason `size`, if they are too many for one message.
+    """
+    body = (number, [parcel.head for parcel in rollouts], [parcel.head for parcel in failures])
+    return frames_of(Delivery, body, *_laid_out([p.content for p in rollouts if isinstance(p.content, Rollout)]))
+
+
+def rollouts_from(message: Delivery, arrays: list[Array]) -> list[Rollout | FrameError]:
+    """The rollouts of an unpacked message, in order; in the place of one with a value that must not be trained on the
+    error, reason `value`. Its neighbours are not touched by it.
+
+    Raises:
+        FrameError: reason `array`: the lengths do not add up, so no rollout can be told from the next.
+    """
+    return _rollouts_from(message.heads, arrays)
+
+
+def _check(rollout: Rollout) -> None:
+    r, length = rollout, len(rollout.response_ids)
+    if not len(r.versions) == len(r.old_log_probs) == length:
+        raise FrameError("array", f"{r.uid}/{r.member}: response_ids, versions, old_log_probs differ in length")
+    if not r.prompt_ids.dtype == r.response_ids.dtype == r.versions.dtype == _INT or r.old_log_probs.dtype != _FLOAT:
+        raise FrameError("array", f"{r.uid}/{r.member}: ids and versions must be int32, old_log_probs float32")
+    if length < 1 or not 1 <= len(r.uid) <= MAX_NAME or len(r.generator) > MAX_NAME:
+        raise FrameError("header", f"{r.uid[:64]!r}/{r.member}: no response, or names not within {MAX_NAME} characters")
+    if min(r.member, r.attempt, r.incarnation) < 0 or max(r.member, r.attempt, r.incarnation) > MAX_INDEX:
+        raise FrameError("header", f"{r.uid}/{r.member}: member, attempt or incarnation is not in [0, {MAX_INDEX}]")
 
 
 def encode_rollout(rollout: Rollout) -> list[Frame]:
-    """Two frames.
-
-    Raises:
-        FrameError: reason `array` for arrays that are no rollout's, reason `size` if it is too long for the wire.
-    """
-    message = RolloutMessage(head=_head(rollout))
-    return _frames(message, _specs([rollout]), _chunks([rollout]))
-
-
-def rollout_from(message: RolloutMessage, arrays: list[Array]) -> Rollout:
-    """The rollout of an unpacked message.
-
-    Raises:
-        FrameError: reason `array` or `value`.
-    """
-    return _rollouts_from([message.head], arrays)[0]
+    """A delivery of one, number 0. Raises FrameError, see `Parcel.of`."""
+    return encode_delivery([Parcel.of(rollout)], number=0)
 
 
 def decode_rollout(frames: Sequence[Frame]) -> Rollout:
     """The inverse of `encode_rollout`; nothing is copied."""
     message, arrays = _rollout_codec.unpack(frames)
-    return rollout_from(message, arrays)
+    rollouts = rollouts_from(message, arrays)
+    if len(rollouts) != 1:
+        raise FrameError("header", f"a delivery of {len(rollouts)} rollouts, not of one")
+    return _sound(rollouts)[0]
 
 
 def encode_lease(lease: Lease, prompt_ids: npt.NDArray[np.int32]) -> list[Frame]:
@@ -333,7 +252,7 @@ class ShardHead(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 class GroupMessage(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """One group; the two arrays of its rollouts (see `RolloutMessage`) are laid end to end, member by member."""
+    """One group; the two arrays of its rollouts are laid end to end as in a `Delivery`."""
 
     request: Index
     uid: Uid
@@ -352,22 +271,21 @@ class Answer(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 def encode_group(group: RolloutGroup, *, request: int) -> list[Frame]:
     """Two frames."""
-    rollouts = group.rollouts
     message = GroupMessage(
         request=request,
         uid=group.uid,
         times_sampled=group.times_sampled,
         probability=group.probability,
-        heads=[_head(r) for r in rollouts],
+        heads=list(map(_head, group.rollouts)),
     )
-    return _frames(message, _specs(rollouts), _chunks(rollouts))
+    return frames_of(GroupMessage, message, *_laid_out(group.rollouts))
 
 
 def group_from(message: GroupMessage, arrays: list[Array]) -> RolloutGroup:
     """The group of an unpacked message; its rollouts are views of the two arrays."""
     return RolloutGroup(
         uid=message.uid,
-        rollouts=tuple(_rollouts_from(message.heads, arrays)),
+        rollouts=tuple(_sound(_rollouts_from(message.heads, arrays))),
         times_sampled=message.times_sampled,
         probability=message.probability,
     )
@@ -390,52 +308,49 @@ def _head(rollout: Rollout) -> _RolloutHead:
     )
 
 
-def _specs(rollouts: Sequence[Rollout]) -> list[tuple[str, int]]:
-    num_prompt = num_response = 0
-    for r in rollouts:
-        length = len(r.response_ids)
-        if not len(r.versions) == len(r.old_log_probs) == length:
-            raise FrameError("array", f"{r.uid}/{r.member}: response_ids, versions, old_log_probs differ in length")
-        if (
-            not r.prompt_ids.dtype == r.response_ids.dtype == r.versions.dtype == _INT
-            or r.old_log_probs.dtype != _FLOAT
-        ):
-            raise FrameError("array", f"{r.uid}/{r.member}: ids and versions must be int32, old_log_probs float32")
-        num_prompt += len(r.prompt_ids)
-        num_response += length
-    return [("<i4", num_prompt + 2 * num_response), ("<f4", num_response)]
+def _laid_out(rollouts: Sequence[Rollout]) -> tuple[list[tuple[str, int]], list[Array]]:
+    """The two arrays of these rollouts: what a header says of them, and their numbers in one buffer."""
+    if not rollouts:
+        return [], []
+    integers = [array for r in rollouts for array in (r.prompt_ids, r.response_ids, r.versions)]
+    log_probs = [r.old_log_probs for r in rollouts]
+    num_integers, num_log_probs = sum(map(len, integers)), sum(map(len, log_probs))
+    buffer = np.empty(num_integers + num_log_probs, _INT)
+    np.concatenate(integers, out=buffer[:num_integers])
+    np.concatenate(log_probs, out=buffer[num_integers:].view(_FLOAT))
+    return [(_INT.str, num_integers), (_FLOAT.str, num_log_probs)], [buffer]
 
 
-def _chunks(rollouts: Sequence[Rollout]) -> list[Array]:
-    chunks: list[Array] = []
-    for r in rollouts:
-        chunks += (r.prompt_ids, r.response_ids, r.versions)
-    return [*chunks, *(r.old_log_probs for r in rollouts)]
-
-
-def _rollouts_from(heads: list[_RolloutHead], arrays: list[Array]) -> list[Rollout]:
+def _rollouts_from(heads: list[_RolloutHead], arrays: list[Array]) -> list[Rollout | FrameError]:
+    if not heads and not arrays:
+        return []
     if [a.dtype for a in arrays] != [_INT, _FLOAT]:
         raise FrameError("array", f"rollouts come with i4 and f4, not {[a.dtype.str for a in arrays]}")
     integers, old_log_probs = arrays
-    if len(integers) and np.minimum.reduce(integers) < 0:
-        raise FrameError("value", "a token id or a policy version below 0")
-    if not np.logical_and.reduce(np.isfinite(old_log_probs)):
-        raise FrameError("value", "a log-prob that is not finite")
-    rollouts: list[Rollout] = []
+    num_log_probs = sum([head.num_response for head in heads])
+    num_integers = sum([head.num_prompt for head in heads]) + 2 * num_log_probs
+    if num_integers != len(integers) or num_log_probs != len(old_log_probs):
+        came = f"{len(integers)} and {len(old_log_probs)} came"
+        raise FrameError("array", f"{num_integers} and {num_log_probs} numbers announced, {came}")
+    sound = _fault_in(integers, old_log_probs) is None  # if they are as a whole, each is
+    rollouts: list[Rollout | FrameError] = []
     p = t = 0
     for head in heads:
-        if not (math.isfinite(head.reward) and all(map(math.isfinite, head.reward_parts.values()))):
-            raise FrameError("value", "a reward that is not finite")
         response = p + head.num_prompt
-        versions, end = response + head.num_response, response + 2 * head.num_response
+        versions, end, last = response + head.num_response, response + 2 * head.num_response, t + head.num_response
+        fault = None if sound else _fault_in(integers[p:end], old_log_probs[t:last])
+        if not (math.isfinite(head.reward) and all(map(math.isfinite, head.reward_parts.values()))):
+            fault = "a reward that is not finite"
         rollouts.append(
-            Rollout(
+            FrameError("value", f"{head.uid}/{head.member}: {fault}")
+            if fault is not None
+            else Rollout(
                 uid=head.uid,
                 member=head.member,
                 attempt=head.attempt,
                 prompt_ids=integers[p:response],
                 response_ids=integers[response:versions],
-                old_log_probs=old_log_probs[t : t + head.num_response],
+                old_log_probs=old_log_probs[t:last],
                 versions=integers[versions:end],
                 incarnation=head.incarnation,
                 reward=head.reward,
@@ -450,14 +365,28 @@ def _rollouts_from(heads: list[_RolloutHead], arrays: list[Array]) -> list[Rollo
                 ),
             )
         )
-        p, t = end, t + head.num_response
-    if p != len(integers) or t != len(old_log_probs):
-        raise FrameError("array", f"{p} and {t} numbers announced, {len(integers)} and {len(old_log_probs)} came")
+        p, t = end, last
     return rollouts
 
 
-_rollout_codec = Codec(RolloutMessage)
-TO_BUFFER = Codec(RolloutMessage, Failure, Report, Request, Sample, Advance)
+def _fault_in(integers: Array, old_log_probs: Array) -> str | None:
+    if len(integers) and np.minimum.reduce(integers) < 0:
+        return "a token id or a policy version below 0"
+    return None if np.logical_and.reduce(np.isfinite(old_log_probs)) else "a log-prob that is not finite"
+
+
+def _sound(rollouts: list[Rollout | FrameError]) -> list[Rollout]:
+    """All of them, or the first error."""
+    sound: list[Rollout] = []
+    for rollout in rollouts:
+        if isinstance(rollout, FrameError):
+            raise rollout
+        sound.append(rollout)
+    return sound
+
+
+_rollout_codec = Codec(Delivery)
+TO_BUFFER = Codec(Delivery, Report, Request, Sample, Advance)
 TO_GENERATOR = Codec(Lease, Acks, Cancel, End)
 TO_LEARNER = Codec(ShardHead, GroupMessage, Answer, End)
 HELLO_TO_BUFFER = Codec(GeneratorHello, LearnerHello)

@@ -22,6 +22,7 @@ from conftest import own_address
 from mutations import mutated
 from stand_ins import CountingSource, StandInGenerator, make_rollout, small_config
 
+from buffers import client as client_module
 from buffers import server as server_module
 from buffers.client import GeneratorClient, LearnerClient
 from buffers.server import BufferServer
@@ -540,6 +541,48 @@ def test_a_malformed_rollout_is_counted_and_its_member_generated_again() -> None
             await client._connection.send([b"", b"", b""])
             await until(lambda: server._malformed["generator-0"] == 3)
             assert (await server.stats()).rejected_rollouts == {"malformed": 3}
+
+    run(main())
+
+
+def test_a_malformed_rollout_does_not_take_what_was_sent_with_it() -> None:
+    async def main() -> None:
+        async with serving(small_config()) as (server, address), generator(address) as client:
+            await client.report_version(incarnation=0, policy_version=0)
+            await client.request(4)
+            lease, prompt_ids = await client.next_lease()
+            poison = np.array([np.nan] * 5, dtype=np.float32)
+            for member, changes in enumerate([{}, {"old_log_probs": poison}, {}]):
+                await client.send(make_rollout(lease.uid, member, prompt_ids=prompt_ids, **changes))
+            await client.fail(Failure(uid=lease.uid, member=3, attempt=0, reason="reward_timeout"))
+            await client.send(make_rollout(lease.uid, 0, prompt_ids=prompt_ids))
+            await until(lambda: client.unacknowledged == 0)
+            assert client.outcomes == {"accepted": 2, "rejected": 1, "failed": 1, "duplicate": 1}
+            await client.request(2)
+            refill, _ = await client.next_lease()
+            assert (refill.uid, refill.members, refill.attempts) == (lease.uid, (1, 3), (1, 1))
+            stats = await server.stats()
+            assert stats.failed_members == {"malformed": 1, "reward_timeout": 1}
+            assert stats.rejected_rollouts == {"malformed": 1} and stats.inserted_rollouts == 2
+
+    run(main())
+
+
+def test_rollouts_that_are_ready_together_are_one_message_and_one_answer() -> None:
+    async def main() -> None:
+        async with serving(small_config()) as (server, address), generator(address) as client:
+            deliveries = []
+            insert_many = server.buffer.insert_many
+            server.buffer.insert_many = lambda r: deliveries.append(len(r)) or insert_many(r)  # type: ignore[method-assign,func-returns-value]
+            for i in range(50):
+                await client.send(make_rollout(f"mine-{i}"))
+            await until(lambda: client.unacknowledged == 0)
+            assert deliveries == [50]
+            big = client_module.DELIVERY_BYTES // 16
+            for i in range(3):
+                await client.send(make_rollout(f"big-{i}", length=big))  # each alone is above what goes out together
+            await until(lambda: client.unacknowledged == 0)
+            assert sum(deliveries) == 53 and client.outcomes == {"rejected": 53}
 
     run(main())
 

@@ -151,7 +151,7 @@ def test_a_peer_of_another_schema_version_is_refused_with_a_sentence() -> None:
             await raw.send(b"H" + msgspec.msgpack.encode([99, "Hello", [], {"all": "new"}]))
             sentence = await raw.recv()
             assert sentence.startswith(b"R")
-            assert b"wire schema 99, this process speaks 1" in sentence
+            assert b"wire schema 99, this process speaks 2" in sentence
             assert listener.num_refused == 1
 
     run(main())

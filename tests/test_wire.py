@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,11 +15,21 @@ from hypothesis import strategies as st
 from mutations import mutated
 from stand_ins import make_rollout
 
+from streamrl import frames as frames_module
 from streamrl import wire
 from streamrl.errors import WireError
 from streamrl.records import Failure, Lease, Rollout, RolloutGroup, RolloutTimings
 
 NUM_MUTATIONS = 100_000
+POISON: list[dict[str, Any]] = [
+    {"old_log_probs": np.array([0, np.nan, 0, 0, 0], dtype=np.float32)},
+    {"old_log_probs": np.array([0, -np.inf, 0, 0, 0], dtype=np.float32)},
+    {"versions": np.array([0, -1, 0, 0, 0], dtype=np.int32)},
+    {"response_ids": np.array([0, -1, 0, 0, 0], dtype=np.int32)},
+    {"prompt_ids": np.array([-1], dtype=np.int32)},
+    {"reward": float("nan")},
+    {"reward_parts": {"format": float("inf")}},
+]
 
 
 def same(a: Rollout, b: Rollout) -> bool:
@@ -41,6 +53,14 @@ def same(a: Rollout, b: Rollout) -> bool:
 def received(frames: list[wire.Frame]) -> list[wire.Frame]:
     """Frames as they come out of a socket."""
     return [bytes(frame) for frame in frames]
+
+
+def unpacked(
+    rollouts: list[Rollout], failures: Sequence[Failure] = (), *, number: int = 0
+) -> tuple[wire.Delivery, list[wire.Array]]:
+    """A delivery as its receiver sees it, before its rollouts are looked at."""
+    parcels, failed = list(map(wire.Parcel.of, rollouts)), list(map(wire.Parcel.of, failures))
+    return wire.TO_BUFFER.unpack(received(wire.encode_delivery(parcels, failed, number=number)))
 
 
 def reason_of(frames: list[wire.Frame]) -> str:
@@ -130,15 +150,15 @@ def test_a_lease_without_one_attempt_per_member_is_refused() -> None:
 
 
 def test_a_codec_knows_only_its_own_messages() -> None:
-    failure = Failure(uid="0-000017", member=1, attempt=0, reason="reward_timeout")
-    assert wire.TO_BUFFER.unpack(received(wire.pack(failure)))[0] == failure
-    with pytest.raises(wire.FrameError, match="^kind: 'Failure' is none of Lease"):
-        wire.TO_GENERATOR.unpack(received(wire.pack(failure)))
+    request = wire.Request(num_members=3)
+    assert wire.TO_BUFFER.unpack(received(wire.pack(request)))[0] == request
+    with pytest.raises(wire.FrameError, match="^kind: 'Request' is none of Lease"):
+        wire.TO_GENERATOR.unpack(received(wire.pack(request)))
 
 
 def test_another_schema_version_is_refused_with_a_sentence_whatever_else_changed() -> None:
-    for header in ([2, "RolloutMessage", [], {}], [2], [2, {"new": "shape"}], [2, 1, 2, 3, 4, 5]):
-        with pytest.raises(wire.FrameError, match="schema 2, this process speaks 1; start every process") as caught:
+    for header in ([9, "Delivery", [], {}], [9], [9, {"new": "shape"}], [9, 1, 2, 3, 4, 5]):
+        with pytest.raises(wire.FrameError, match="schema 9, this process speaks 2; start every process") as caught:
             wire.TO_BUFFER.unpack([msgspec.msgpack.encode(header)])
         assert caught.value.reason == "schema"
 
@@ -152,8 +172,8 @@ def test_wrong_dtypes_shapes_and_counts_are_refused_by_reason() -> None:
     assert reason_of([header, payload + payload]) == "array"
     assert reason_of([b"\x91" * 100_000, payload]) == "header"
     assert reason_of([b"", payload]) == "header"
-    assert reason_of([b"\0" * (wire.MAX_HEADER_BYTES + 1), payload]) == "size"
-    message = wire.Codec(wire.RolloutMessage).unpack([header, payload])[0]
+    assert reason_of([b"\0" * (frames_module.MAX_HEADER_BYTES + 1), payload]) == "size"
+    message = wire.Codec(wire.Delivery).unpack([header, payload])[0]
     integers, log_probs = np.zeros(13, dtype=np.int32), np.zeros(5, dtype=np.float32)
     assert reason_of(received(wire.pack(message, [integers, log_probs]))) == "no reason: it is well-formed"
     assert reason_of(received(wire.pack(message, [integers.astype(np.int64), log_probs]))) == "array"
@@ -161,7 +181,9 @@ def test_wrong_dtypes_shapes_and_counts_are_refused_by_reason() -> None:
     assert reason_of(received(wire.pack(message, [integers[1:], log_probs]))) == "array"
     assert reason_of(received(wire.pack(message, [integers, log_probs[1:]]))) == "array"
     assert reason_of(received(wire.pack(message, [integers]))) == "array"
-    assert reason_of(received(wire.encode_rollout(make_rollout(length=0)))) == "header"
+    two = [wire.Parcel.of(make_rollout(member=m)) for m in range(2)]
+    assert reason_of(received(wire.encode_delivery(two, number=0))) == "header"
+    assert reason_of(received(wire.encode_delivery([], number=0))) == "header"
 
 
 def test_arrays_that_are_no_rollouts_are_refused_at_the_sender() -> None:
@@ -173,44 +195,93 @@ def test_arrays_that_are_no_rollouts_are_refused_at_the_sender() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"old_log_probs": np.array([0, np.nan, 0, 0, 0], dtype=np.float32)},
-        {"old_log_probs": np.array([0, -np.inf, 0, 0, 0], dtype=np.float32)},
-        {"versions": np.array([0, -1, 0, 0, 0], dtype=np.int32)},
-        {"response_ids": np.array([0, -1, 0, 0, 0], dtype=np.int32)},
-        {"prompt_ids": np.array([-1], dtype=np.int32)},
-        {"reward": float("nan")},
-        {"reward_parts": {"format": float("inf")}},
-    ],
+    [{"length": 0}, {"uid": ""}, {"uid": "u" * 257}, {"generator": "g" * 257}, {"member": -1}, {"attempt": 1 << 31}],
 )
+def test_a_head_that_would_take_its_neighbours_with_it_is_refused_at_the_sender(changes: dict[str, Any]) -> None:
+    with pytest.raises(wire.FrameError, match="^header: "):
+        wire.Parcel.of(make_rollout(**changes))
+
+
+@pytest.mark.parametrize("changes", POISON)
 def test_values_that_would_poison_training_are_refused(changes: dict[str, object]) -> None:
     assert reason_of(received(wire.encode_rollout(make_rollout(**changes)))) == "value"
 
 
 def test_what_no_receiver_would_take_is_refused_at_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 1000)
-    with pytest.raises(wire.FrameError, match="size: arrays of 12012 bytes"):
+    with pytest.raises(wire.FrameError, match="^size: 0-000000/0: 12[0-9]+ bytes are too many"):
         wire.encode_rollout(make_rollout(length=1000))
+
+
+def test_a_failure_or_a_head_that_no_receiver_would_take_is_refused_at_the_sender(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "MAX_HEADER_BYTES", 1000)
+    with pytest.raises(wire.FrameError, match="^size: 0-000000/0: [0-9]+ bytes are too many"):
+        wire.Parcel.of(make_rollout(reward_parts={"part" * 200: 1.0}))
+    with pytest.raises(wire.FrameError, match="^size: u/0: [0-9]+ bytes are too many"):
+        wire.Parcel.of(Failure(uid="u", member=0, attempt=0, reason="reward_error", detail="d" * 1000))
+
+
+def test_a_delivery_carries_rollouts_and_failures_and_its_number() -> None:
+    rollouts = [make_rollout(member=m, length=m + 1, prompt_ids=np.arange(m, dtype=np.int32)) for m in range(5)]
+    failure = Failure(uid="u", member=0, attempt=0, reason="reward_error")
+    message, arrays = unpacked(rollouts, [failure], number=1 << 40)
+    assert (message.number, message.failures) == (1 << 40, [failure])
+    decoded = wire.rollouts_from(message, arrays)
+    assert len(decoded) == 5 and all(
+        isinstance(d, Rollout) and same(d, r) for d, r in zip(decoded, rollouts, strict=True)
+    )
+
+
+def test_a_delivery_of_failures_alone_has_no_arrays() -> None:
+    message, arrays = unpacked([], [Failure(uid="u", member=0, attempt=0, reason="reward_error")])
+    assert arrays == [] and wire.rollouts_from(message, arrays) == []
+
+
+def test_a_strided_array_is_sent_as_what_it_shows() -> None:
+    rollout = make_rollout(response_ids=np.arange(10, dtype=np.int32)[::2])
+    assert wire.decode_rollout(wire.encode_rollout(rollout)).response_ids.tolist() == [0, 2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("changes", POISON)
+def test_a_rollout_that_would_poison_training_does_not_take_its_neighbours_with_it(changes: dict[str, object]) -> None:
+    rollouts = [make_rollout(member=0), make_rollout(member=1, **changes), make_rollout(member=2)]
+    first, second, third = wire.rollouts_from(*unpacked(rollouts))
+    assert isinstance(first, Rollout) and isinstance(third, Rollout)
+    assert same(first, rollouts[0]) and same(third, rollouts[2])
+    assert isinstance(second, wire.FrameError) and second.reason == "value" and "0-000000/1" in str(second)
+
+
+def test_a_delivery_whose_lengths_do_not_add_up_is_refused_whole() -> None:
+    message, (integers, log_probs) = unpacked([make_rollout(member=m) for m in range(3)])
+    for arrays in ([integers[1:], log_probs], [integers, log_probs[1:]], [integers], [log_probs, integers], []):
+        with pytest.raises(wire.FrameError) as caught:
+            wire.rollouts_from(message, arrays)
+        assert caught.value.reason == "array"
 
 
 def test_mutated_frames_never_crash_and_never_grow_memory() -> None:
     """Of every kind of message; the server's counts of them are in tests/test_buffer_server.py."""
     rng = random.Random(0)
     group = RolloutGroup(uid="0-000000", rollouts=tuple(make_rollout(member=m) for m in range(3)))
+    parcels = [wire.Parcel.of(make_rollout(member=m)) for m in range(3)]
+    failed = wire.Parcel.of(Failure(uid="u", member=0, attempt=0, reason="r"))
     originals = [
         received(wire.encode_rollout(make_rollout(reward_parts={"a": 1.0}, generator="generator-0"))),
         received(wire.encode_group(group, request=1)),
         received(wire.encode_lease(Lease(uid="u", members=(0,), attempts=(0,)), np.arange(3, dtype=np.int32))),
-        received(wire.pack(Failure(uid="u", member=0, attempt=0, reason="r"))),
+        received(wire.encode_delivery(parcels, [failed], number=7)),
+        received(wire.pack(wire.Acks(number=7, others=[(1, "stale", "rolled_back")]))),
     ]
-    codec = wire.Codec(wire.RolloutMessage, wire.GroupMessage, Lease, Failure)
+    codec = wire.Codec(wire.Delivery, wire.GroupMessage, Lease, wire.Acks)
     outcomes = {"refused": 0, "taken": 0}
 
     def decode(frames: list[wire.Frame]) -> None:
         try:
             message, arrays = codec.unpack(frames)
-            if isinstance(message, wire.RolloutMessage):
-                wire.rollout_from(message, arrays)
+            if isinstance(message, wire.Delivery):
+                wire.rollouts_from(message, arrays)
             elif isinstance(message, wire.GroupMessage):
                 wire.group_from(message, arrays)
             elif isinstance(message, Lease):
