@@ -37,7 +37,7 @@ from streamrl.transport import HEARTBEAT_S, PEER_TIMEOUT_S, Connection, CurveKey
 Result = TypeVar("Result")
 
 # One message: far more than its own costs, and little enough that sender, sockets and receiver work at the same time.
-DELIVERY_BYTES = 256 << 10
+DELIVERY_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
 

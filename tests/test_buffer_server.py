@@ -580,7 +580,7 @@ def test_rollouts_that_are_ready_together_are_one_message_and_one_answer() -> No
             assert deliveries == [50]
             big = client_module.DELIVERY_BYTES // 16
             for i in range(3):
-                await client.send(make_rollout(f"big-{i}", length=big))  # each alone is above what goes out together
+                await client.send(make_rollout(f"big-{i}", length=big))  # two do not fit into one message
             await until(lambda: client.unacknowledged == 0)
             assert sum(deliveries) == 53 and client.outcomes == {"rejected": 53}
 
