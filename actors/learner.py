@@ -44,6 +44,7 @@ from buffers.client import LearnerClient
 from buffers.shards import Shard
 from streamrl.config import Config
 from streamrl.correction import off_policy_warning
+from streamrl.critic import Critic
 from streamrl.errors import DeadlineExceededError, StaleRolloutError
 from streamrl.policy import Policy
 from streamrl.records import LearnerStatus, RolloutGroup, Wait
@@ -208,7 +209,8 @@ class Learner:
         mesh = init_device_mesh("cuda" if on_gpu else "cpu", (self._world_size,))
         self._policy = self._load(mesh)
         reference = self._load(mesh) if config.algorithm.kl_coef > 0 else None
-        self._trainer = Trainer(self._policy, config, reference=reference)
+        critic = Critic(self._model_path, config, mesh=mesh) if config.algorithm.has_critic else None
+        self._trainer = Trainer(self._policy, config, reference=reference, critic=critic)
         self._client = LearnerClient(buffer_address, rank=self._rank, world_size=self._world_size, curve=self._curve)
         self._client.connect(timeout_s=config.run.start_timeout_s)
         self._probe = self._make_probe()

@@ -1,4 +1,5 @@
-"""Advantage estimators over the rewards of a group: one number per rollout, no gradient.
+"""Advantage estimators over the rewards of a group: one number per rollout, no gradient. Those that give one number
+per token are in token_advantages.py.
 
 Everything is computed in float64, because a group of equal rewards must give exactly zero and not rounding noise
 divided by a tiny standard deviation.
@@ -16,20 +17,15 @@ from streamrl.errors import ConfigError
 EPSILON = 1e-6  # added to the denominator of normalised estimators, as verl does
 
 
-def compute_advantages(
-    rewards: Tensor,
-    group_index: Tensor,
-    config: AlgorithmConfig,
-    *,
-    batch_moments: tuple[float, float] | None = None,
-) -> Tensor:
+def compute_advantages(rewards: Tensor, group_index: Tensor, config: AlgorithmConfig) -> Tensor:
     """The advantage of every rollout.
 
     - `grpo`: (r - mean) / (std + 1e-6) over the group, sample std (Shao et al. 2024, arXiv 2402.03300, section
       4.1.2).
     - `dr_grpo`: r - mean, so that easy and hard prompts weigh the same (Liu et al. 2025, arXiv 2503.20783).
     - `rloo`: r minus the mean of the other members (Ahmadian et al. 2024, arXiv 2402.14740).
-    - `reinforce_pp`: (r - mean) / (std + 1e-6) over the global batch (Hu et al. 2025, arXiv 2501.03262).
+    - `reinforce_pp`: (r - mean) / (std + 1e-6) over all rewards (Hu et al. 2025, arXiv 2501.03262). The learner
+      normalises over tokens, not over rollouts (token_advantages.py); this is that for responses of one token.
     - `maxrl`: (r - mean) / mean over the group, 0 where the mean is 0 (Tajwar et al. 2026, maximum likelihood RL). It
       is meant for rewards in [0, 1].
 
@@ -42,8 +38,6 @@ def compute_advantages(
         rewards: [R] float.
         group_index: [R] int64; equal numbers are one group. The numbers need not be dense or sorted.
         config: names the estimator.
-        batch_moments: mean and sample standard deviation of the rewards of the global batch, for `reinforce_pp` when
-            `rewards` is one rank's part of it; by default those of `rewards`.
 
     Returns:
         [R], the dtype of `rewards`.
@@ -55,8 +49,7 @@ def compute_advantages(
     if config.advantage.startswith("python:"):
         return _custom_advantages(exact, group_index, config).to(rewards.dtype)
     if config.advantage == "reinforce_pp":
-        mean, std = batch_moments if batch_moments is not None else sample_moments(exact)
-        return ((exact - mean) / (std + EPSILON)).to(rewards.dtype)
+        return normalised(exact, *sample_moments(exact)).to(rewards.dtype)
     _, group = torch.unique(group_index, return_inverse=True)
     count = torch.bincount(group).double()
     group_mean = torch.zeros_like(count).index_add_(0, group, exact) / count
@@ -85,6 +78,11 @@ def _custom_advantages(rewards: Tensor, group_index: Tensor, config: AlgorithmCo
             f"{list(rewards.shape)}; it returned {got}."
         )
     return advantages
+
+
+def normalised(values: Tensor, mean: float, std: float) -> Tensor:
+    """(x - mean) / (std + 1e-6)."""
+    return (values - mean) / (std + EPSILON)
 
 
 def sample_moments(rewards: Tensor) -> tuple[float, float]:

@@ -16,7 +16,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-from streamrl.config_rules import ADVANTAGES, LOSSES, rules
+from streamrl.config_rules import ADVANTAGES, CRITIC_ADVANTAGES, LOSSES, rules
 from streamrl.config_tree import apply_override, convert_tree, read_yaml
 from streamrl.errors import ConfigError
 
@@ -191,7 +191,8 @@ class AlgorithmConfig(_Section, frozen=True):
     group_size: Count = 8
     """n: responses per prompt instance."""
     advantage: Annotated[str, Meta(examples=[*ADVANTAGES, "python:module:function"])] = "grpo"
-    """Advantage estimator over the rewards of a group, or a function of yours; docs/algorithms.md has the formulas."""
+    """Advantage estimator, or a function of yours; docs/algorithms.md has the formulas. gae and vtrace train a
+    critic."""
     loss: Annotated[str, Meta(examples=[*LOSSES, "python:module:function"])] = "ppo_clip"
     """Policy loss, or a function of yours; docs/algorithms.md has the formulas."""
     clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
@@ -242,6 +243,36 @@ class AlgorithmConfig(_Section, frozen=True):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that divergence, from p and the reference's log-prob q of the token: k1 = p - q (no gradient in
     expectation), k2 = (p - q)^2 / 2, k3 = exp(q - p) - 1 - (q - p)."""
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether advantages need the values of a critic."""
+        return self.advantage in CRITIC_ADVANTAGES
+
+
+class CriticConfig(_Section, frozen=True):
+    """The value model of advantage=gae and vtrace; it shares the learner's betas, weight decay and warm-up of lr."""
+
+    lr: Annotated[float, Meta(gt=0)] = 1e-3
+    """Peak learning rate of the critic's AdamW."""
+    warmup_steps: Whole = 0
+    """First optimizer steps in which only the critic trains; the policy stays, and its version counts on."""
+    epochs: Count = 2
+    """Optimizer steps of the critic in one step of the learner, each over the whole batch."""
+    value_clip: Annotated[float, Meta(ge=0)] = 0.2
+    """How far one batch may move a value: the loss is max((V - R)^2, (clip(V, V_old -+ value_clip) - R)^2) / 2; 0 turns
+    the clip off."""
+    max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
+    """Gradient clipping of the critic."""
+    gamma: Fraction = 1.0
+    """Discount from one token to the next."""
+    lam: Fraction = 1.0
+    """Lambda of gae and vtrace: 1 believes the rewards, less believes the critic too."""
+    rho_bar: Annotated[float, Meta(gt=0)] = 1.0
+    """vtrace: bound of the ratio with which a token's own error counts; must be algorithm.correction_cap too, the bound
+    of the weight in the policy's loss."""
+    c_bar: Annotated[float, Meta(gt=0)] = 1.0
+    """vtrace: bound of the ratios through which later errors reach a token; at most rho_bar."""
 
 
 class LearnerConfig(_Section, frozen=True):
@@ -342,6 +373,7 @@ class Config(_Section, frozen=True):
     generator: GeneratorConfig = GeneratorConfig()
     buffer: BufferConfig = BufferConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     learner: LearnerConfig = LearnerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     eval: EvalConfig = EvalConfig()

@@ -12,11 +12,15 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 if TYPE_CHECKING:
     from streamrl.config import Config
 
 LOSSES = ("ppo_clip", "reinforce_is", "cispo", "gspo", "topr", "m2po")
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "maxrl")
+CRITIC_ADVANTAGES = ("gae", "vtrace")
+TOKEN_ADVANTAGES = ("reinforce_pp", *CRITIC_ADVANTAGES)  # one number per token, not per rollout
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "maxrl", *CRITIC_ADVANTAGES)
 
 
 def rules(c: Config) -> Iterable[tuple[bool, str]]:
@@ -40,8 +44,8 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         "Set algorithm.group_size=8, or algorithm.advantage=reinforce_pp.",
     )
     yield (
-        a.advantage == "reinforce_pp" and c.rollouts_per_step < 2,
-        "algorithm.group_size (1) * learner.groups_per_step (1): reinforce_pp normalises over the batch, and one "
+        a.advantage in ("reinforce_pp", "gae") and c.rollouts_per_step < 2,
+        f"algorithm.group_size (1) * learner.groups_per_step (1): {a.advantage} normalises over the batch, and one "
         "response has nothing to be compared with. Set algorithm.group_size=8.",
     )
     weighted, own = a.loss in ("ppo_clip", "gspo"), a.loss.startswith("python:")
@@ -79,6 +83,7 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         f"algorithm.correction (none): reinforce_is has no other correction, so data up to {b.max_staleness} versions "
         "old would be trained on as if it were fresh. Set algorithm.correction=token_truncate.",
     )
+    yield from _critic_rules(c)
     yield (
         a.correction.endswith("mask") and not a.correction_floor <= 1.0 <= a.correction_cap,
         f"algorithm.correction_floor ({a.correction_floor}), algorithm.correction_cap ({a.correction_cap}): "
@@ -124,7 +129,12 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         f"{b.max_staleness + 1} steps only. Set buffer.max_times_sampled<={b.max_staleness + 1}, or "
         f"buffer.max_staleness>={b.max_times_sampled - 1}.",
     )
-    fewest = 1 if a.advantage == "reinforce_pp" or a.advantage.startswith("python:") else 2
+    yield (
+        b.drop_zero_variance and a.group_size == 1,
+        "buffer.drop_zero_variance (true): the rewards of a group of one response are always equal, so every group "
+        "would be discarded. Set buffer.drop_zero_variance=false, or algorithm.group_size=8.",
+    )
+    fewest = 1 if a.advantage == "reinforce_pp" or a.has_critic or a.advantage.startswith("python:") else 2
     yield (
         b.incomplete_groups == "min_members" and not fewest <= b.min_members <= a.group_size,
         f"buffer.min_members ({b.min_members}): must be from {fewest} to algorithm.group_size ({a.group_size}) for "
@@ -280,6 +290,60 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         f"tracking.mlflow_ui (true): tracking.mlflow_uri ({c.tracking.mlflow_uri}) is a server with a UI of its own. "
         "Leave out one of the two.",
     )
+
+
+def _critic_rules(c: Config) -> Iterable[tuple[bool, str]]:
+    """What a critic needs, and what needs a critic."""
+    a, critic = c.algorithm, c.critic
+    given = _given(critic)
+    yield (
+        bool(given) and not a.has_critic,
+        f"critic.{given} ({getattr(critic, given, None)}): a critic loss without a critic: algorithm.advantage="
+        f"{a.advantage} has none. Leave the section critic out, or set algorithm.advantage=gae.",
+    )
+    yield (
+        a.has_critic and critic.warmup_steps >= c.run.max_steps,
+        f"critic.warmup_steps ({critic.warmup_steps}): only the critic trains in these steps, and the run has "
+        f"run.max_steps ({c.run.max_steps}), so the policy would never be trained. Set critic.warmup_steps=0.",
+    )
+    yield (
+        a.has_critic and critic.value_clip > 0 and critic.epochs == 1,
+        f"critic.value_clip ({critic.value_clip}): with critic.epochs=1 the values of the only step are those from "
+        "before it, so the clip would never act. Set critic.epochs=2, or critic.value_clip=0.",
+    )
+    if a.advantage != "vtrace":
+        of_vtrace = _given(critic, ("rho_bar", "c_bar"))
+        yield (
+            bool(of_vtrace),
+            f"critic.{of_vtrace} ({getattr(critic, of_vtrace, None)}): is V-trace's, and algorithm.advantage="
+            f"{a.advantage}. Leave it out, or set algorithm.advantage=vtrace.",
+        )
+        return
+    yield (
+        a.loss != "reinforce_is" and not a.loss.startswith("python:"),
+        f"algorithm.loss ({a.loss}): V-trace brings its own policy gradient, min(rho_bar, exp(p - mu)) times its "
+        f"advantage; the ratio of {a.loss} is another one. Set algorithm.loss=reinforce_is, or "
+        "algorithm.advantage=gae.",
+    )
+    yield (
+        a.correction != "token_truncate" or a.correction_cap != critic.rho_bar,
+        f"algorithm.correction ({a.correction}), algorithm.correction_cap ({a.correction_cap}): the weight of "
+        f"V-trace's policy gradient is min(rho_bar, exp(p - mu)) with critic.rho_bar={critic.rho_bar}, and its values "
+        "already account for the ratios of later tokens. Set algorithm.correction=token_truncate "
+        f"algorithm.correction_cap={critic.rho_bar}.",
+    )
+    yield (
+        critic.c_bar > critic.rho_bar,
+        f"critic.c_bar ({critic.c_bar}): above critic.rho_bar ({critic.rho_bar}) the targets no longer converge to the "
+        f"value of one policy. Set critic.c_bar={critic.rho_bar}.",
+    )
+
+
+def _given(section: msgspec.Struct, names: Iterable[str] | None = None) -> str:
+    """The first of the names (or of all keys) that does not have its default; empty without one."""
+    defaults = type(section)()
+    differing = (n for n in names or section.__struct_fields__ if getattr(section, n) != getattr(defaults, n))
+    return next(differing, "")
 
 
 def _is_host(text: str) -> bool:

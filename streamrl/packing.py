@@ -1,8 +1,8 @@
 """Rollouts -> micro-batches of packed, padding-free tokens under a token budget.
 
 The sequences of a micro-batch stand one after the other on one token axis; `position_ids` begin at 0 in each.
-Advantages are given per rollout, so a micro-batch may hold any rollouts: they are sorted by length, which keeps the
-sequences of one micro-batch alike (the CPU attention pads to the longest of them). The only file that uses
+A micro-batch may hold any rollouts: they are sorted by length, which keeps the sequences of one micro-batch alike (the
+CPU attention pads to the longest of them). The only file that uses
 TensorDict.
 """
 
@@ -41,10 +41,14 @@ class MicroBatch:
         return MicroBatch(tokens=self.tokens.to(device), lengths=self.lengths, rollouts=self.rollouts)
 
     def set_advantages(self, advantages: Tensor) -> None:
-        """Replace the advantages by those of [R], in the order of `pack_rollouts`'s rollouts."""
-        if self.rollouts:
-            mine = advantages.float()[list(self.rollouts)]
-            self.tokens["advantages"] = mine[self.tokens["sequence_index"]]
+        """Replace the advantages by [T]."""
+        self.tokens["advantages"] = advantages.float()
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[R] -> [T]: the value of each token's rollout, in the order of `pack_rollouts`'s rollouts; 0 in a filler."""
+        if not self.rollouts:
+            return values.new_zeros(self.num_tokens)
+        return values[list(self.rollouts)][self.tokens["sequence_index"]]
 
     def sum_over_rollouts(self, values: Tensor, into: Tensor) -> None:
         """Add [T] values to [R] `into`, each to its token's rollout."""

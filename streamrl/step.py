@@ -65,9 +65,9 @@ class Step:
         return all_reduce(self.maxima, op=dist.ReduceOp.MAX)
 
 
-def moments(totals: Mapping[str, float], name: str) -> tuple[float, float]:
-    """Mean and sample standard deviation over `rollouts`, from the sums `name` and `name_squared`."""
-    count = totals["rollouts"]
+def moments(totals: Mapping[str, float], name: str, *, of: str = "rollouts") -> tuple[float, float]:
+    """Mean and sample standard deviation over as many as `of` counts, from the sums `name` and `name_squared`."""
+    count = totals[of]
     mean = totals[name] / count
     squares = totals[f"{name}_squared"] - count * mean**2
     return mean, math.sqrt(max(squares, 0.0) / max(count - 1, 1))

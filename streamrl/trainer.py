@@ -20,14 +20,17 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from streamrl.advantages import compute_advantages
+from streamrl.advantages import compute_advantages, normalised
 from streamrl.config import Config
+from streamrl.config_rules import TOKEN_ADVANTAGES
 from streamrl.correction import off_policy_metrics, second_moment_cutoff
+from streamrl.critic import Critic
 from streamrl.losses import divergence_estimate, policy_loss, policy_metrics
 from streamrl.packing import MicroBatch, filler_micro_batch, pack_rollouts
 from streamrl.policy import Policy
 from streamrl.records import Rollout, RolloutGroup
 from streamrl.step import Step, all_reduce, moments
+from streamrl.token_advantages import ResponseRows, gae, returns_to_go, vtrace
 
 
 class Totals(Protocol):
@@ -49,10 +52,16 @@ class Batch(Totals, Protocol):
 class Trainer:
     """The optimizer of a policy."""
 
-    def __init__(self, policy: Policy, config: Config, *, reference: Policy | None = None) -> None:
-        """`reference`: the policy to stay near, for `algorithm.kl_coef` > 0; it is not trained."""
+    def __init__(
+        self, policy: Policy, config: Config, *, reference: Policy | None = None, critic: Critic | None = None
+    ) -> None:
+        """`reference`: the policy to stay near, for `algorithm.kl_coef` > 0; it is not trained. `critic`: for an
+        `algorithm.advantage` that needs one; it is trained with the policy."""
+        assert (critic is not None) == config.algorithm.has_critic
         self._policy = policy
         self._reference = reference
+        self._critic = critic
+        self._for_critic: list[MicroBatch] = []  # of the step that is being made
         self._config = config
         self._step: Step  # the one that is being made
         learner = config.learner
@@ -72,6 +81,7 @@ class Trainer:
     def begin(self, policy_version: int) -> None:
         """Begin a step with the weights of `policy_version`. A step that was begun and not finished is forgotten."""
         self._step = Step(policy_version)
+        self._for_critic = []
         self.optimizer.zero_grad(set_to_none=True)
 
     def add(self, groups: Sequence[RolloutGroup]) -> None:
@@ -115,25 +125,23 @@ class Trainer:
         else:
             count = totals["length"] if algorithm.aggregation == "token_mean" else totals["rollouts"]
         totals["loss"] /= count
-        # FSDP averages gradients over ranks, where they are to be summed.
-        factor = dist.get_world_size() / count
-        for parameter in self._policy.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-        grad_norm = self._policy.clip_grad_norm(self._config.learner.max_grad_norm)
+        grad_norm = self._scaled_grad_norm(count) if self._policy_trains else 0.0
         if not math.isfinite(grad_norm):
             raise RuntimeError(
                 f"the gradient at policy_version {step.policy_version} is not finite (norm {grad_norm}, loss "
                 f"{totals['loss']}); the step was not taken"
             )
-        lr = self.scheduler.get_last_lr()[0]
-        self.optimizer.step()
-        self.scheduler.step()
+        of_critic = {} if self._critic is None else self._critic.fit(self._for_critic)
+        lr = 0.0
+        if self._policy_trains:
+            lr = float(self.scheduler.get_last_lr()[0])
+            self.optimizer.step()
+            self.scheduler.step()
         reward_mean, reward_std = moments(totals, "reward")
         metrics = {
             "learner/loss": totals["loss"],
             "learner/grad_norm": grad_norm,
-            "learner/lr": float(lr),
+            "learner/lr": lr,
             "rollout/reward/mean": reward_mean,
             "rollout/reward/std": reward_std,
             "rollout/length/mean": totals["length"] / totals["rollouts"],
@@ -141,6 +149,7 @@ class Trainer:
             "rollout/latency_s": totals["latency_s"] / totals["rollouts"],
             "offpolicy/staleness/mean": totals["staleness"] / totals["groups"],
             "offpolicy/staleness/max": maxima["staleness"],
+            **of_critic,
             **policy_metrics(totals),
             **off_policy_metrics(totals),
         }
@@ -148,17 +157,86 @@ class Trainer:
             metrics["offpolicy/logprob_mismatch"] = maxima["mismatch"]
         return metrics
 
+    @property
+    def _policy_trains(self) -> bool:
+        """False in the steps of `critic.warmup_steps`, which leave the policy as it is."""
+        return self._critic is None or self._step.policy_version >= self._config.critic.warmup_steps
+
+    def _scaled_grad_norm(self, count: float) -> float:
+        """Divide the summed gradients by `count` and clip them; their norm before clipping."""
+        factor = dist.get_world_size() / count  # FSDP averages gradients over ranks, where they are to be summed
+        for parameter in self._policy.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        return self._policy.clip_grad_norm(self._config.learner.max_grad_norm)
+
     def _set_advantages(self, groups: Sequence[RolloutGroup], micro_batches: Sequence[MicroBatch]) -> None:
         """The advantages of a chunk, from its groups, into its micro-batches."""
         algorithm = self._config.algorithm
         rewards = torch.tensor([r.reward for group in groups for r in group.rollouts], dtype=torch.float64)
+        penalties = [self._penalty(micro_batch) for micro_batch in micro_batches]
+        if algorithm.advantage in TOKEN_ADVANTAGES:
+            self._set_token_advantages(rewards, penalties, micro_batches)
+            return
+        for micro_batch, penalty in zip(micro_batches, penalties, strict=True):
+            micro_batch.sum_over_rollouts(-penalty, rewards)
         group_index = torch.tensor([i for i, g in enumerate(groups) for _ in g.rollouts], dtype=torch.int64)
-        if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
-            divergence = self._divergence(micro_batches, len(rewards))
-            rewards = rewards - algorithm.kl_coef * divergence
-            self._step.add({"kl_ref": float(divergence.sum())})
-        advantages = compute_advantages(rewards, group_index, algorithm, batch_moments=self._batch_moments(rewards))
+        advantages = compute_advantages(rewards, group_index, algorithm)
         for micro_batch in micro_batches:
+            micro_batch.set_advantages(micro_batch.spread(advantages))
+
+    def _penalty(self, micro_batch: MicroBatch) -> Tensor:
+        """[T] float64: kl_coef * KL(mu || reference) of each token, where it counts in the reward; else 0."""
+        algorithm, tokens = self._config.algorithm, micro_batch.tokens
+        if algorithm.kl_coef == 0 or algorithm.kl_in == "loss":
+            return torch.zeros(micro_batch.num_tokens, dtype=torch.float64)
+        log_ratio = (tokens["ref_log_probs"] - tokens["old_log_probs"]) * tokens["response_mask"]
+        divergence = divergence_estimate(log_ratio.double(), algorithm)
+        self._step.add({"kl_ref": divergence.sum()})
+        return algorithm.kl_coef * divergence
+
+    @torch.no_grad()
+    def _set_token_advantages(
+        self, rewards: Tensor, penalties: Sequence[Tensor], micro_batches: Sequence[MicroBatch]
+    ) -> None:
+        """Those of single tokens: the reward of a rollout is at its last token, the penalty at each. With a critic the
+        columns `values` and `returns` too, from which it is trained in `finish`."""
+        algorithm, critic = self._config.algorithm, self._config.critic
+        of_tokens = []
+        for micro_batch, penalty in zip(micro_batches, penalties, strict=True):
+            tokens = micro_batch.tokens
+            responses = ResponseRows(tokens["response_mask"], tokens["sequence_index"])
+            token_rewards = responses.last(micro_batch.spread(rewards)) - penalty
+            if self._critic is None:
+                of_tokens.append(returns_to_go(token_rewards, responses))
+                continue
+            values = self._critic.values(micro_batch)
+            if algorithm.advantage == "gae":
+                advantages, returns = gae(token_rewards, values, responses, gamma=critic.gamma, lam=critic.lam)
+            else:
+                log_probs, _ = self._policy.token_log_probs(micro_batch)
+                advantages, returns = vtrace(
+                    token_rewards,
+                    values,
+                    log_probs.cpu() - tokens["old_log_probs"],
+                    responses,
+                    gamma=critic.gamma,
+                    lam=critic.lam,
+                    rho_bar=critic.rho_bar,
+                    c_bar=critic.c_bar,
+                )
+            of_tokens.append(advantages)
+            tokens["values"], tokens["returns"] = values, returns.float()
+            self._for_critic.append(micro_batch)
+        if algorithm.advantage != "vtrace":
+            sums = {
+                "tokens": sum(float(m.tokens["response_mask"].sum()) for m in micro_batches),
+                "advantage": sum(float(a.sum()) for a in of_tokens),
+                "advantage_squared": sum(float((a**2).sum()) for a in of_tokens),
+            }
+            mean, std = moments(all_reduce(sums), "advantage", of="tokens")
+            of_tokens = [normalised(advantages, mean, std) for advantages in of_tokens]
+        for micro_batch, advantages in zip(micro_batches, of_tokens, strict=True):
             micro_batch.set_advantages(advantages)
 
     def _micro_batches(self, rollouts: Sequence[Rollout]) -> list[MicroBatch]:
@@ -175,26 +253,6 @@ class Trainer:
         for micro_batch in micro_batches:
             log_probs, _ = self._reference.token_log_probs(micro_batch)
             micro_batch.tokens["ref_log_probs"] = log_probs.cpu()
-
-    def _divergence(self, micro_batches: Sequence[MicroBatch], num_rollouts: int) -> Tensor:
-        """[R] float64: KL(mu || reference) of every rollout, estimated token by token and summed."""
-        divergence = torch.zeros(num_rollouts, dtype=torch.float64)
-        for micro_batch in micro_batches:
-            tokens = micro_batch.tokens
-            log_ratio = (tokens["ref_log_probs"] - tokens["old_log_probs"]) * tokens["response_mask"]
-            micro_batch.sum_over_rollouts(divergence_estimate(log_ratio.double(), self._config.algorithm), divergence)
-        return divergence
-
-    def _batch_moments(self, rewards: Tensor) -> tuple[float, float] | None:
-        """Mean and standard deviation over the global batch, for the estimator that needs them."""
-        if self._config.algorithm.advantage != "reinforce_pp":
-            return None
-        sums = {
-            "rollouts": float(len(rewards)),
-            "reward": float(rewards.sum()),
-            "reward_squared": float((rewards**2).sum()),
-        }
-        return moments(all_reduce(sums), "reward")
 
     @torch.no_grad()
     def _m2_cutoff(self, micro_batches: Sequence[MicroBatch]) -> float:
@@ -218,7 +276,8 @@ class Trainer:
         algorithm, step = self._config.algorithm, self._step
         micro_batch = micro_batch.to(self._policy.device)
         tokens = micro_batch.tokens
-        log_probs, entropy = self._policy.token_log_probs(micro_batch, entropy_grad=algorithm.entropy_coef > 0)
+        with torch.set_grad_enabled(self._policy_trains):
+            log_probs, entropy = self._policy.token_log_probs(micro_batch, entropy_grad=algorithm.entropy_coef > 0)
         loss, sums = policy_loss(
             log_probs,
             tokens["old_log_probs"],
@@ -233,7 +292,8 @@ class Trainer:
             m2_cutoff=m2_cutoff,
             denominator=1.0,
         )
-        loss.backward()  # type: ignore[no-untyped-call]
+        if self._policy_trains:
+            loss.backward()  # type: ignore[no-untyped-call]
         step.add({**sums, "loss": loss.detach().double()})
         differences = (log_probs.detach() - tokens["old_log_probs"])[_fresh(tokens, step.policy_version)].abs()
         step.raise_to("mismatch", float(differences.max()) if len(differences) else -1.0)

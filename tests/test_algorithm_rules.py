@@ -10,9 +10,10 @@ import torch
 import yaml
 
 import streamrl.losses
+import streamrl.token_advantages
 from streamrl.advantages import compute_advantages
 from streamrl.config import AlgorithmConfig, check_config, config_from_tree, load_config
-from streamrl.config_rules import ADVANTAGES, LOSSES
+from streamrl.config_rules import ADVANTAGES, CRITIC_ADVANTAGES, LOSSES
 from streamrl.errors import ConfigError
 
 REFUSED = {
@@ -48,7 +49,62 @@ REFUSED = {
         "algorithm.proximal (interpolate)",
     ),
     "an unknown loss": (["algorithm.loss=ppo_clop"], "Did you mean algorithm.loss=ppo_clip?"),
-    "an unknown advantage": (["algorithm.advantage=gae"], "algorithm.advantage ('gae'): must be one of grpo, dr_grpo"),
+    "an unknown advantage": (["algorithm.advantage=gea"], "algorithm.advantage ('gea'): must be one of grpo, dr_grpo"),
+    "GAE needs a batch to be normalised over": (
+        ["algorithm.group_size=1", "algorithm.advantage=gae", "learner.groups_per_step=1"],
+        "gae normalises over the batch",
+    ),
+    "a critic loss without a critic": (["critic.value_clip=0.5"], "critic.value_clip (0.5): a critic loss without a"),
+    "a critic's learning rate without a critic": (
+        ["critic.lr=0.1", "algorithm.advantage=rloo"],
+        "critic.lr (0.1): a critic loss without a critic: algorithm.advantage=rloo has none",
+    ),
+    "a clip between a value and itself": (
+        ["algorithm.advantage=gae", "critic.epochs=1"],
+        "critic.value_clip (0.2): with critic.epochs=1",
+    ),
+    "a policy that is never trained": (
+        ["algorithm.advantage=gae", "critic.warmup_steps=10", "run.max_steps=10"],
+        "critic.warmup_steps (10)",
+    ),
+    "V-trace's bounds for GAE": (
+        ["algorithm.advantage=gae", "critic.c_bar=0.5"],
+        "critic.c_bar (0.5): is V-trace's, and algorithm.advantage=gae",
+    ),
+    "V-trace with another policy gradient counts the ratio another way": (
+        ["algorithm.advantage=vtrace", "algorithm.correction_cap=1"],
+        "algorithm.loss (ppo_clip)",
+    ),
+    "V-trace without its weight": (
+        ["algorithm.advantage=vtrace", "algorithm.loss=reinforce_is", "algorithm.correction=none"],
+        "algorithm.correction (none)",
+    ),
+    "V-trace with a weight of the whole response counts later ratios twice": (
+        [
+            "algorithm.advantage=vtrace",
+            "algorithm.loss=reinforce_is",
+            "algorithm.correction=sequence_truncate",
+            "algorithm.correction_cap=1",
+        ],
+        "already account for the ratios of later tokens",
+    ),
+    "V-trace with one bound in the values and another in the loss": (
+        ["algorithm.advantage=vtrace", "algorithm.loss=reinforce_is"],
+        "algorithm.correction_cap (2.0)",
+    ),
+    "V-trace's c_bar above its rho_bar": (
+        [
+            "algorithm.advantage=vtrace",
+            "algorithm.loss=reinforce_is",
+            "algorithm.correction_cap=1",
+            "critic.c_bar=2",
+        ],
+        "critic.c_bar (2.0)",
+    ),
+    "groups of one response have no variance": (
+        ["algorithm.advantage=gae", "algorithm.group_size=1", "buffer.drop_zero_variance=true"],
+        "buffer.drop_zero_variance (true)",
+    ),
     "a loss of one's own with a weight that is always 1": (
         ["algorithm.loss=python:my_module:my_loss", "algorithm.proximal=bypass"],
         "count it twice",
@@ -91,8 +147,10 @@ def test_the_documentation_has_every_loss_and_estimator_and_its_recipes() -> Non
 def test_the_names_that_are_accepted_are_those_that_exist() -> None:
     assert set(LOSSES) == set(streamrl.losses.LOSSES)
     rewards, groups = torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([0, 0, 1, 1])
-    results = {name: tuple(compute_advantages(rewards, groups, AlgorithmConfig(advantage=name))) for name in ADVANTAGES}
-    assert len(set(results.values())) == len(ADVANTAGES)
+    of_rollouts = [name for name in ADVANTAGES if name not in CRITIC_ADVANTAGES]
+    results = {tuple(compute_advantages(rewards, groups, AlgorithmConfig(advantage=name))) for name in of_rollouts}
+    assert len(results) == len(of_rollouts)
+    assert [name for name in CRITIC_ADVANTAGES if not hasattr(streamrl.token_advantages, name)] == []
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -122,6 +180,17 @@ def test_a_contradiction_is_refused(case: str) -> None:
         ["algorithm.correction=none", "buffer.max_staleness=0"],
         ["algorithm.group_size=1", "algorithm.advantage=reinforce_pp"],
         ["algorithm.dual_clip=3"],
+        ["algorithm.advantage=gae", "algorithm.group_size=1"],
+        ["algorithm.advantage=gae", "critic.epochs=1", "critic.value_clip=0", "critic.warmup_steps=3"],
+        ["algorithm.advantage=gae", "algorithm.proximal=bypass", "algorithm.correction=none"],
+        ["algorithm.advantage=vtrace", "algorithm.loss=reinforce_is", "algorithm.correction_cap=1"],
+        [
+            "algorithm.advantage=vtrace",
+            "algorithm.loss=python:my_module:my_loss",
+            "algorithm.correction_cap=4",
+            "critic.rho_bar=4",
+            "critic.c_bar=2",
+        ],
     ],
 )
 def test_a_sound_choice_is_accepted(overrides: list[str]) -> None:

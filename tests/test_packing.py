@@ -100,6 +100,6 @@ def test_values_go_from_rollouts_to_their_tokens_and_back() -> None:
     assert sorted(i for batch in batches for i in batch.rollouts) == [0, 1, 2, 3]
     sums = torch.zeros(4, dtype=torch.float64)
     for batch in batches:
-        batch.set_advantages(torch.tensor([0.5, 1.5, 2.5, 3.5]))
+        batch.set_advantages(batch.spread(torch.tensor([0.5, 1.5, 2.5, 3.5])))
         batch.sum_over_rollouts(batch.tokens["advantages"] * batch.tokens["response_mask"], sums)
     assert sums.tolist() == [0.5 * 3, 1.5 * 1, 2.5 * 7, 3.5 * 5]
