@@ -59,6 +59,8 @@ class Critic:
         )
         fully_shard(self._module.head, mesh=mesh, mp_policy=mixed_precision_of("float32"))
         fully_shard(self._module, mesh=mesh, mp_policy=mixed_precision)
+        # Kept from here: after a forward without a backward FSDP shows the gathered ones in their place.
+        self._parameters = list(self._module.parameters())
         self.optimizer = torch.optim.AdamW(
             self.parameters(),
             lr=self._config.lr,
@@ -72,7 +74,7 @@ class Critic:
 
     def parameters(self) -> list[nn.Parameter]:
         """The sharded parameters."""
-        return list(self._module.parameters())
+        return self._parameters
 
     def __call__(self, batch: MicroBatch) -> Tensor:
         """[T] float32 values with gradient, 0 outside the response mask; `batch` on any device."""

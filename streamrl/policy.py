@@ -86,10 +86,12 @@ class Policy:
             activation_checkpointing=activation_checkpointing,
         )
         fully_shard(self._module, mesh=mesh, mp_policy=mixed_precision)
+        # Kept from here: after a forward without a backward FSDP shows the gathered ones in their place.
+        self._parameters = list(self._module.parameters())
 
     def parameters(self) -> list[nn.Parameter]:
         """The sharded parameters, a tied one once."""
-        return list(self._module.parameters())
+        return self._parameters
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and sharded parameters (DTensor), a tied one once."""
