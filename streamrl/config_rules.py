@@ -221,8 +221,8 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         "batch.",
     )
     yield (
-        stream > 0 and a.advantage == "reinforce_pp",
-        f"learner.stream_groups ({stream}): algorithm.advantage=reinforce_pp needs the mean and standard deviation of "
+        stream > 0 and a.advantage in ("reinforce_pp", "gae"),
+        f"learner.stream_groups ({stream}): algorithm.advantage={a.advantage} needs the mean and standard deviation of "
         "the whole batch before the first backward. Set learner.stream_groups=0, or algorithm.advantage=grpo.",
     )
     yield (

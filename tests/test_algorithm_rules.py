@@ -101,6 +101,10 @@ REFUSED = {
         ],
         "critic.c_bar (2.0)",
     ),
+    "GAE is normalised over the whole batch": (
+        ["algorithm.advantage=gae", "learner.stream_groups=4"],
+        "algorithm.advantage=gae needs the mean",
+    ),
     "groups of one response have no variance": (
         ["algorithm.advantage=gae", "algorithm.group_size=1", "buffer.drop_zero_variance=true"],
         "buffer.drop_zero_variance (true)",
@@ -140,7 +144,7 @@ def test_every_recipe_of_the_documentation_is_accepted(recipe: str) -> None:
 
 
 def test_the_documentation_has_every_loss_and_estimator_and_its_recipes() -> None:
-    assert PAGE.count("```yaml") == 6
+    assert PAGE.count("```yaml") == 8
     assert all(f"| `{name}` |" in PAGE for name in (*LOSSES, *ADVANTAGES))
 
 
@@ -183,7 +187,12 @@ def test_a_contradiction_is_refused(case: str) -> None:
         ["algorithm.advantage=gae", "algorithm.group_size=1"],
         ["algorithm.advantage=gae", "critic.epochs=1", "critic.value_clip=0", "critic.warmup_steps=3"],
         ["algorithm.advantage=gae", "algorithm.proximal=bypass", "algorithm.correction=none"],
-        ["algorithm.advantage=vtrace", "algorithm.loss=reinforce_is", "algorithm.correction_cap=1"],
+        [
+            "algorithm.advantage=vtrace",
+            "algorithm.loss=reinforce_is",
+            "algorithm.correction_cap=1",
+            "learner.stream_groups=4",
+        ],
         [
             "algorithm.advantage=vtrace",
             "algorithm.loss=python:my_module:my_loss",
