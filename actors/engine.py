@@ -20,13 +20,14 @@ from typing import Any
 
 import psutil
 
-from streamrl.config import Config
+from streamrl.config import CPU_KV_CACHE_BYTES, Config
 from streamrl.errors import ProcessDiedError, StreamrlError
 from streamrl.weight_sync.backend import LOADERS
 from streamrl.weight_sync.segment import OWNER_VARIABLE
 
 STOP_TIMEOUT_S = 1.0
 _NEVER_STREAM = 1 << 30  # tokens between two outputs of a request; the first and the last one are always sent
+_GPU_BATCH_TOKENS = 8192  # in one engine step; a wave of new prompts takes a few steps instead of dozens
 _CPU_BLOCK_SIZE = 32  # tokens; the smallest the CPU kernels like, so that short prompts fill blocks at all
 
 
@@ -320,14 +321,19 @@ def engine_arguments(config: Config, model_path: str) -> dict[str, Any]:
     }
     if g.gpus == 0:
         arguments |= {
-            "kv_cache_memory_bytes": g.kv_cache_bytes,
+            "kv_cache_memory_bytes": g.kv_cache_bytes or CPU_KV_CACHE_BYTES,
             "block_size": _CPU_BLOCK_SIZE,
             # vLLM takes back the random state of a seeded request whose prompt it has read in part, which raises on a
             # CPU and ends the engine core. Whole prompts fit: max_num_batched_tokens >= max_model_len.
             "enable_chunked_prefill": False,
         }
     else:
-        arguments |= {"gpu_memory_utilization": g.gpu_memory_utilization}
+        arguments |= {
+            "gpu_memory_utilization": g.gpu_memory_utilization,
+            # Set, it makes vLLM skip the measuring of what is free, which engines that start beside it would spoil.
+            "kv_cache_memory_bytes": g.kv_cache_bytes or None,
+            "max_num_batched_tokens": max(_GPU_BATCH_TOKENS, seats, model.max_length),
+        }
     return arguments
 
 

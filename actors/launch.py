@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.controller import Controller, Outcome
 from actors.live_view import LiveView
+from actors.plan import gpus_wanted
 from actors.preparation import Preparation, prepare
 from streamrl.base_model import load_tokenizer
 from streamrl.config import Config
@@ -285,7 +286,7 @@ def _ray_session(config: Config) -> Iterator[None]:
             "needs RAY_AUTH_MODE=token and the cluster's token in ~/.ray/auth_token."
         ) from None
     try:
-        wanted = config.generator.count * config.generator.gpus + config.learner.ranks * config.learner.gpus
+        wanted = gpus_wanted(config)
         free = ray.available_resources().get("GPU", 0.0)
         if wanted > free:
             raise ConfigError(

@@ -19,7 +19,7 @@ import msgspec
 
 from actors.rewards import check_reward
 from streamrl.base_model import model_kind
-from streamrl.config import Config
+from streamrl.config import CPU_KV_CACHE_BYTES, Config
 from streamrl.custom import check_custom_functions
 from streamrl.errors import ConfigError
 from streamrl.examples import ExampleSets, load_examples
@@ -150,7 +150,8 @@ def _processes(c: Config, parameters: int | None, buffered_bytes: int) -> tuple[
     weights = count * _DTYPE_BYTES[c.model.dtype]
     # float32 weights, gradients and two AdamW moments, and two published versions, sharded over the ranks
     learner = _LEARNER_BYTES + (16 * count + 2 * weights) // c.learner.ranks
-    generator = _GENERATOR_BYTES + 2 * weights + (0 if c.generator.gpus else c.generator.kv_cache_bytes)
+    kv_cache = 0 if c.generator.gpus else c.generator.kv_cache_bytes or CPU_KV_CACHE_BYTES
+    generator = _GENERATOR_BYTES + 2 * weights + kv_cache
     learner_device = _device(c.learner.gpus, c.learner.threads)
     generator_device = f"{_device(c.generator.gpus, c.generator.threads)}, {_count(c.reward.workers, 'reward worker')}"
     processes = [
@@ -262,7 +263,7 @@ def _check_host(host: str) -> None:
 
 def _check_gpus(c: Config) -> int:
     """The number of GPUs of this machine; 0 when none is asked for and there is no cheap way to know."""
-    wanted = c.generator.count * c.generator.gpus + c.learner.ranks * c.learner.gpus
+    wanted = gpus_wanted(c)
     if c.ray.address:  # the cluster's GPUs, not this machine's
         return 0
     there = count_gpus(ask_torch=wanted > 0)
@@ -273,6 +274,11 @@ def _check_gpus(c: Config) -> int:
             f"{'is' if there == 1 else 'are'} {there}. Ask for fewer, share one with a fraction, or set 0 for the CPU."
         )
     return there
+
+
+def gpus_wanted(c: Config) -> float:
+    """GPUs of all processes together; rounded, because 0.1 * 7 + 0.3 is more than 1."""
+    return round(c.generator.count * c.generator.gpus + c.learner.ranks * c.learner.gpus, 6)
 
 
 def count_gpus(*, ask_torch: bool) -> int:

@@ -24,8 +24,6 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import numpy as np
-
 from actors.busy_meter import BusyMeter
 from actors.engine import Engine
 from actors.version_gate import VersionGate
@@ -34,8 +32,8 @@ from streamrl.errors import WeightSyncError
 from streamrl.records import WeightAck, WeightUpdate
 from streamrl.transport import CurveKeys
 from streamrl.weight_sync.channel import ProbeSet, WeightSubscriber
+from streamrl.weight_sync.probe import TOLERANCE, probe_difference
 
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 _LOADS = 2  # of one version: the second one is for a load that went wrong in a way that does not repeat
 
 Report = Callable[[WeightUpdate], Awaitable[None]]
@@ -49,7 +47,8 @@ class WeightFollower:
         self._engine = engine
         self._meter = meter
         self._limit_s = config.weight_sync.timeout_s
-        self._tolerance = config.weight_sync.probe_tolerance or _TOLERANCE[config.model.dtype]
+        self._tolerance = config.weight_sync.probe_tolerance or TOLERANCE[config.model.dtype]
+        self._dtype = config.model.dtype
         self._subscriber: WeightSubscriber | None = None
         self._probe = ProbeSet([])
         self.gate = VersionGate()
@@ -186,9 +185,5 @@ class WeightFollower:
         return load_s
 
     async def _probe_difference(self, update: WeightUpdate, label: str) -> float:
-        """Largest |log-prob difference| to the learner over the probe's tokens; inf if one is not a number."""
-        scores = np.array(await self._engine.score(self._probe.sequences, request_id=f"probe-{label}"))
-        expected = np.array(update.probe_log_probs)
-        if scores.shape != expected.shape:
-            return float("inf")
-        return float(np.nan_to_num(np.abs(scores - expected), nan=np.inf, posinf=np.inf).max(initial=0.0))
+        scores = await self._engine.score(self._probe.sequences, request_id=f"probe-{label}")
+        return probe_difference(scores, update.probe_log_probs, dtype=self._dtype)

@@ -24,6 +24,7 @@ Count = Annotated[int, Meta(ge=1)]
 Whole = Annotated[int, Meta(ge=0)]
 Seed = Annotated[int, Meta(ge=0, le=2**32 - 1)]  # what numpy, torch and vLLM all take
 Seconds = Annotated[float, Meta(gt=0)]
+CPU_KV_CACHE_BYTES = 256 * 1024 * 1024  # generator.kv_cache_bytes=0 on a CPU
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 
@@ -139,9 +140,10 @@ class GeneratorConfig(_Section, frozen=True):
     gpus: Annotated[float, Meta(ge=0)] = 0.0
     """GPUs of each generator: 1, or a fraction that shares one. 0 runs on the CPU."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.85
-    """Share of its GPU's memory for one engine."""
-    kv_cache_bytes: Count = 256 * 1024 * 1024
-    """KV cache of one CPU engine."""
+    """Share of its GPU's memory that must be free when an engine starts, and is filled unless kv_cache_bytes is set."""
+    kv_cache_bytes: Whole = 0
+    """KV cache of one engine; 0 for 256 MB on a CPU, and for the rest of gpu_memory_utilization on a GPU of its own.
+    Engines that share a GPU need it set."""
     threads: Count = 1
     """CPU threads of one engine."""
     enforce_eager: bool = True
@@ -316,7 +318,8 @@ class WeightSyncConfig(_Section, frozen=True):
     probe_prompts: Count = 4
     """Fixed sequences whose log-probs prove each update."""
     probe_tolerance: Annotated[float, Meta(ge=0)] = 0.0
-    """Largest accepted |log-prob difference| of the probe; 0 picks 1e-3 for float32, 0.1 for bfloat16."""
+    """Accepted |log-prob difference| of the probe: the largest in float32, where 0 picks 1e-3, the mean in bfloat16,
+    where 0 picks 0.3."""
     timeout_s: Seconds = 60.0
     """Longest time for one generator to load and prove one version."""
 

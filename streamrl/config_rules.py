@@ -199,6 +199,11 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         f"of a GPU each would take more memory than it has. Set generator.gpu_memory_utilization={g.gpus:g} or less.",
     )
     yield (
+        0 < g.gpus < 1 and not g.kv_cache_bytes,
+        f"generator.kv_cache_bytes (0): engines that share a GPU (generator.gpus={g.gpus:g}) would measure each "
+        "other's memory while they start. Set generator.kv_cache_bytes=4000000000, or less than the share of each.",
+    )
+    yield (
         d.max_prompt_tokens + g.max_new_tokens > m.max_length,
         f"model.max_length ({m.max_length}): data.max_prompt_tokens ({d.max_prompt_tokens}) + generator.max_new_tokens "
         f"({g.max_new_tokens}) do not fit. Set model.max_length>={d.max_prompt_tokens + g.max_new_tokens}.",

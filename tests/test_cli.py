@@ -243,6 +243,7 @@ def test_more_gpus_than_there_are_is_refused(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert count_gpus(ask_torch=False) == 2
     shared = ["generator.gpus=0.5", "generator.gpu_memory_utilization=0.4", "learner.gpus=1"]
+    shared.append("generator.kv_cache_bytes=1000000000")
     message = refused(capsys, "launch", "--generators", "3", *shared)
     assert "2.5 GPUs are asked for and there are 2" in message
     config = load_config(None, ["generator.count=2", *shared])

@@ -19,8 +19,9 @@ import pytest
 from tiny_llama import EOS, Reference, make_tiny_llama
 
 import actors.generator
-from actors.engine import Completion, Engine, engine_environment
+from actors.engine import Completion, Engine, engine_arguments, engine_environment
 from actors.generator import Generator
+from actors.plan import gpus_wanted
 from actors.version_gate import VersionGate
 from streamrl.config import Config, check_config, config_from_tree
 from streamrl.errors import ClosedError, ConfigError, ProcessDiedError, RewardError, WeightSyncError
@@ -730,7 +731,21 @@ def test_a_variable_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
 def test_gpu_shares_that_cannot_work_are_refused(generator: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"generator\.gpu.* Set generator\.gpu"):
         check_config(config_from_tree({"generator": generator}))
-    check_config(config_from_tree({"generator": {"gpus": 0.25, "gpu_memory_utilization": 0.2}}))
+    share = {"gpus": 0.25, "gpu_memory_utilization": 0.2}
+    with pytest.raises(ConfigError, match=r"generator\.kv_cache_bytes \(0\).* Set generator\.kv_cache_bytes="):
+        check_config(config_from_tree({"generator": share}))
+    check_config(config_from_tree({"generator": {**share, "kv_cache_bytes": 1 << 30}}))
+
+
+def test_shares_of_a_gpu_are_added_without_rounding_errors() -> None:
+    assert gpus_wanted(config_from_tree({"generator": {"count": 7, "gpus": 0.1}, "learner": {"gpus": 0.3}})) == 1.0
+
+
+def test_an_engine_that_shares_a_gpu_does_not_measure_its_memory() -> None:
+    generator = {"gpus": 0.25, "gpu_memory_utilization": 0.2, "kv_cache_bytes": 1 << 30}
+    arguments = engine_arguments(config_from_tree({"generator": generator}), "m")
+    assert arguments["kv_cache_memory_bytes"] == 1 << 30 and arguments["gpu_memory_utilization"] == 0.2
+    assert engine_arguments(config_from_tree({"generator": {"gpus": 1}}), "m")["kv_cache_memory_bytes"] is None
 
 
 def test_a_completion_lists_its_labels_in_order() -> None:
