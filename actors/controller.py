@@ -258,7 +258,7 @@ class Controller:
             }
         acks = [g.last_sync for g in generators if g.last_sync is not None]
         if acks:
-            for name in ("transfer_s", "pause_s", "load_s", "probe_s", "total_s", "probe_max_diff"):
+            for name in ("transfer_s", "pause_s", "load_s", "probe_s", "total_s", "probe_difference"):
                 metrics[f"weight_sync/{name}"] = max(getattr(ack, name) for ack in acks)
             metrics["weight_sync/bytes"] = float(acks[-1].num_bytes)
         stats = view.buffer

@@ -161,7 +161,7 @@ class WeightFollower:
             probe_s=probe_s,
             total_s=time.time() - update.published_at,
             num_bytes=self._subscriber.num_bytes,
-            probe_max_diff=difference,
+            probe_difference=difference,
         )
 
     async def _load(self, update: WeightUpdate, payload: dict[str, Any], label: str) -> float:

@@ -156,7 +156,7 @@ class WeightAck(msgspec.Struct, frozen=True, kw_only=True):
     probe_s: float = 0.0
     total_s: float = 0.0  # published -> proven
     num_bytes: int = 0
-    probe_max_diff: float = 0.0  # largest |log-prob difference| over the probe tokens
+    probe_difference: float = 0.0  # as weight_sync/probe.py counts it: largest in float32, mean in bfloat16
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):

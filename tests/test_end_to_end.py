@@ -92,7 +92,7 @@ def test_every_generator_advances_through_versions_that_its_probe_proved(quickst
         versions = [s["policy_version"] for s in syncs if s["generator"] == name]
         assert len(set(versions)) > 5
         assert versions == sorted(versions)
-    assert all(s["ok"] and s["probe_max_diff"] <= 1e-3 for s in syncs)
+    assert all(s["ok"] and s["probe_difference"] <= 1e-3 for s in syncs)
 
 
 def test_no_group_beyond_the_bound_is_trained_and_the_run_is_really_asynchronous(quickstart: FinishedRun) -> None:

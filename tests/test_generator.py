@@ -451,7 +451,7 @@ def test_versions_move_under_running_requests_and_count_only_when_proven(setting
                 await s.until_reported(version)
                 ack = await s.ack(version)
                 assert ack.ok and ack.generator == "generator-5" and ack.incarnation == 2
-                assert ack.probe_max_diff < EXACT and ack.num_bytes > 500_000
+                assert ack.probe_difference < EXACT and ack.num_bytes > 500_000
                 assert 0 < ack.transfer_s < ack.pause_s < ack.total_s
                 assert (await s.generator.status()).policy_version == version
             await s.until_rollouts(40)
