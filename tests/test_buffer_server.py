@@ -74,8 +74,9 @@ async def learner(address: str, rank: int = 0, world_size: int = 1, **options: A
         await asyncio.to_thread(client.close)
 
 
-def sample(client: LearnerClient, version: int, timeout_s: float = 10) -> asyncio.Task[Shard | None]:
-    return asyncio.create_task(asyncio.to_thread(client.sample, policy_version=version, timeout_s=timeout_s))
+def sample(client: LearnerClient, version: int, timeout_s: float = 10, *, chunk: int = 0) -> asyncio.Task[Shard | None]:
+    work = asyncio.to_thread(client.sample, policy_version=version, chunk=chunk, timeout_s=timeout_s)
+    return asyncio.create_task(work)
 
 
 async def until(condition: Callable[[], bool], *, limit_s: float = 5) -> None:
@@ -431,6 +432,41 @@ def test_a_server_that_was_killed_between_two_ranks_gives_the_second_one_the_res
     run(main())
 
 
+def test_a_server_that_was_killed_inside_a_streamed_step_goes_on_with_its_chunks(tmp_path: pathlib.Path) -> None:
+    """Rank 0 has chunk 0, rank 1 waits for it, and the link of both breaks: the step is the same for both."""
+
+    async def main() -> None:
+        config = small_config(
+            buffer={"journal": "async", "selector": "uniform"}, learner={"ranks": 2, "stream_groups": 3}
+        )
+        first = BufferServer(config, CountingSource(), journal_path=tmp_path, **FAST)
+        address = await first.start()
+        task = asyncio.create_task(first.run())
+        async with (
+            generator(address) as client,
+            learner(address, 0, 2) as rank_0,
+            learner(address, 1, 2) as rank_1,
+        ):
+            worker = asyncio.create_task(StandInGenerator(client, concurrency=64).run())
+            early = await sample(rank_0, 0)
+            assert early is not None and (early.num_groups, early.is_last) == (3, False)
+            await kill(first, task)
+            waiting = sample(rank_1, 0)
+            async with serving(config, journal_path=tmp_path, bind=address) as (server, _):
+                again, late = await sample(rank_0, 0), await waiting
+                assert again is not None and late is not None
+                assert [g.uid for g in again.groups] == [g.uid for g in early.groups]
+                assert (early.num_tokens, early.num_groups) == (late.num_tokens, late.num_groups)
+                last = await asyncio.gather(sample(rank_0, 0, chunk=1), sample(rank_1, 0, chunk=1))
+                assert [shard and (shard.num_groups, shard.is_last) for shard in last] == [(4, True), (4, True)]
+                trained = [g.uid for shard in (early, late, *last) if shard for g in shard.groups]
+                assert len(trained) == len(set(trained)) == 4
+                assert sorted(trained) == sorted(g.uid for g in server.buffer.sampled_at(0))
+            worker.cancel()
+
+    run(main())
+
+
 def test_a_failed_member_is_generated_again_by_itself() -> None:
     """T41: at n = 4 one failure costs one member, not four."""
 
@@ -765,6 +801,54 @@ def test_stop_takes_back_the_batch_of_an_unfinished_step_and_discards_what_is_in
             stats = await server.stop(reason="interrupted", final_version=1)
             assert stats.trained == 4 and balanced(stats)
             assert stats.in_flight == 0 and stats.discarded["interrupted"] > 0
+
+    run(main())
+
+
+def test_stop_inside_a_streamed_step_gives_its_groups_back() -> None:
+    async def main() -> None:
+        async with (
+            serving(small_config(learner={"stream_groups": 1})) as (server, address),
+            generator(address) as client,
+            learner(address) as trainer,
+        ):
+            task = asyncio.create_task(StandInGenerator(client, concurrency=64).run())
+            for chunk in range(4):
+                assert await sample(trainer, 0, chunk=chunk) is not None
+            await asyncio.to_thread(trainer.advance, 1, commit=True)
+            for chunk in range(2):
+                assert await sample(trainer, 1, chunk=chunk) is not None
+            assert server.buffer.stats().trained == 6
+            with pytest.raises(RuntimeError, match="chunk 3 of step 1, of which 2 were handed out"):
+                await sample(trainer, 1, chunk=3)
+            task.cancel()
+            stats = await server.stop(reason="interrupted", final_version=1)
+            assert stats.trained == 4 and stats.buffered >= 2 and balanced(stats)
+            assert await sample(trainer, 1, chunk=2) is None
+
+    run(main())
+
+
+@pytest.mark.parametrize("stream_groups", [1, 3])
+def test_zero_staleness_makes_progress_in_chunks(stream_groups: int) -> None:
+    async def main() -> None:
+        config = small_config(learner={"stream_groups": stream_groups}, buffer={"max_staleness": 0})
+        async with (
+            serving(config) as (server, address),
+            generator(address) as client,
+            learner(address) as trainer,
+        ):
+            worker = StandInGenerator(client, concurrency=7)
+            task = asyncio.create_task(worker.run())
+            for version in range(3):
+                for chunk in range(-(-4 // stream_groups)):
+                    shard = await sample(trainer, version, chunk=chunk)
+                    assert shard is not None and all(g.min_version == version for g in shard.groups)
+                assert shard.is_last and shard.num_groups == 4
+                await asyncio.to_thread(trainer.advance, version + 1, commit=True)
+                await worker.report(version + 1)
+            assert server.buffer.stats().trained == 12
+            task.cancel()
 
     run(main())
 

@@ -16,7 +16,7 @@ from test_trainer import VOCAB, batch_of, save_model, shard_of
 
 import actors.learner
 from actors.learner import Learner
-from buffers.shards import Shard
+from buffers.shards import Shard, StepCut
 from streamrl.config import config_from_tree
 from streamrl.errors import DeadlineExceededError, StaleRolloutError
 from streamrl.records import RolloutGroup
@@ -26,7 +26,7 @@ class FakeBufferClient:
     """Gives one shard a step, made by the test, and notes what it was told."""
 
     batches: Callable[[int], list[RolloutGroup] | None]  # version -> groups; None: end of the data; empty: not yet
-    chunks: Callable[[int, int], Shard | None]  # version, chunk -> shard, instead of batches
+    chunks: Callable[[int, int], Shard | None] | None = None  # version, chunk -> shard, instead of batches
 
     def __init__(self, address: str, *, rank: int, world_size: int, curve: Any = None) -> None:
         self.advanced: list[tuple[int, bool]] = []
@@ -39,7 +39,7 @@ class FakeBufferClient:
         self.connected = True
 
     def sample(self, *, policy_version: int, chunk: int, timeout_s: float) -> Shard | None:
-        if hasattr(FakeBufferClient, "chunks"):
+        if FakeBufferClient.chunks is not None:
             return FakeBufferClient.chunks(policy_version, chunk)
         groups = FakeBufferClient.batches(policy_version)
         if groups is None:
@@ -87,6 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(FakeBufferClient, "chunks", None)
     monkeypatch.setattr(actors.learner, "LearnerClient", FakeBufferClient)
     monkeypatch.setattr(actors.learner, "WeightPublisher", FakePublisher)
     monkeypatch.setattr(actors.learner, "SAMPLE_SLICE_S", 0.05)
@@ -286,3 +287,95 @@ def test_data_far_from_the_policy_is_warned_of_once(folder: pathlib.Path, caplog
 
     with_learner(folder, scenario, batches, run={"max_steps": 3})
     assert sum("offpolicy/weight_mean" in message for message in caplog.messages) == 1
+
+
+def streamed(version: int, chunk: int) -> Shard:
+    """Chunks of 2, 2 and 1 of the five groups."""
+    cut = StepCut(size=5, chunk_size=2, world_size=1)
+    cut.extend(batch_of(version))
+    return cut.shard(chunk, 0)
+
+
+def test_a_streamed_batch_trains_as_the_whole_one_and_waiting_is_not_work(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[list[dict[str, float]]] = []
+
+    def slow(version: int, chunk: int) -> Shard:
+        time.sleep(0.1)
+        return streamed(version, chunk)
+
+    async def scenario(learner: Learner) -> None:
+        version, records = await asyncio.gather(learner.run(), all_records(learner))
+        assert version == 3
+        recorded.append(records)
+        status = await learner.status()
+        assert status.trained_tokens == sum(g.num_tokens for step in range(3) for g in batch_of(step))
+        waited = sum(r["time/wait_for_batch"] for r in records)
+        worked = sum(r["time/train"] + r["time/publish"] for r in records)
+        assert status.busy_s == pytest.approx(worked, abs=1e-6)
+        assert status.busy_s + waited <= status.uptime_s
+
+    with_learner(folder, scenario, batch_of, run={"max_steps": 3})
+    monkeypatch.setattr(FakeBufferClient, "chunks", staticmethod(slow))
+    with_learner(folder, scenario, batch_of, run={"max_steps": 3}, learner={"groups_per_step": 5, "stream_groups": 2})
+    whole, in_chunks = recorded
+    for one, other in zip(in_chunks, whole, strict=True):
+        timeless = [name for name in one if not name.startswith("time/") and not name.endswith(("_s", "mismatch"))]
+        assert [one[name] for name in timeless] == pytest.approx([other[name] for name in timeless], rel=1e-4, abs=1e-5)
+        assert one["time/wait_for_batch"] >= 0.3  # three chunks that came after 0.1 s each
+        assert one["learner/step_time_s"] >= one["time/wait_for_batch"] + one["time/train"]
+
+
+@pytest.mark.parametrize("ending", ["end of data", "stop"])
+def test_a_step_that_ends_between_two_chunks_leaves_the_weights_as_they_were(
+    ending: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+
+    def chunks(version: int, chunk: int) -> Shard | None:
+        if (version, chunk) < (1, 2):
+            return streamed(version, chunk)
+        if ending == "end of data":
+            return None
+        asked.set()
+        time.sleep(0.02)
+        raise DeadlineExceededError("no chunk yet")
+
+    async def scenario(learner: Learner) -> None:
+        running = asyncio.create_task(learner.run())
+        if ending == "stop":
+            await asyncio.to_thread(asked.wait, 10)
+            wait = (await learner.status()).wait
+            assert wait is not None and wait.waiting_for == "1 groups for step 2"
+            await learner.stop()
+        assert await running == 1
+        assert FakeBufferClient.last.advanced == [(1, True)]
+        published = FakePublisher.last.published
+        assert [v for v, _ in published] == [0, 1]
+        assert learner._policy.probe_log_probs(FakePublisher.last.probe.sequences) == published[1][1]
+
+    monkeypatch.setattr(FakeBufferClient, "chunks", staticmethod(chunks))
+    with_learner(folder, scenario, batch_of, learner={"groups_per_step": 5, "stream_groups": 2})
+
+
+def test_a_stale_group_in_a_later_chunk_is_refused_before_the_step(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(learner: Learner) -> None:
+        with pytest.raises(StaleRolloutError, match="max_staleness is 1"):
+            await learner.run()
+        assert FakeBufferClient.last.advanced == [(v, True) for v in range(1, 3)]
+
+    monkeypatch.setattr(
+        FakeBufferClient,
+        "chunks",
+        staticmethod(lambda version, chunk: streamed(version if version < 2 or chunk < 2 else 0, chunk)),
+    )
+    with_learner(
+        folder,
+        scenario,
+        batch_of,
+        buffer={"max_staleness": 1},
+        learner={"groups_per_step": 5, "stream_groups": 2},
+    )

@@ -84,10 +84,11 @@ class TwoRanks:
             process.join()
 
 
-@pytest.mark.parametrize("ending", ["end of data", "stop"])
-def test_two_ranks_train_together_and_end_together(ending: str, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(("ending", "stream_groups"), [("end of data", 0), ("stop", 0), ("stop", 1)])
+def test_two_ranks_train_together_and_end_together(ending: str, stream_groups: int, tmp_path: pathlib.Path) -> None:
+    """With one group at a time one of the ranks has none of it and still joins."""
     folder = save_model(tmp_path / "model")
-    config = small_config(run={"max_steps": 1000}, learner={"ranks": 2})
+    config = small_config(run={"max_steps": 1000}, learner={"ranks": 2, "stream_groups": stream_groups})
     source = CountingSource(12 if ending == "end of data" else 100_000)
 
     async def main() -> None:
