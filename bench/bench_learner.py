@@ -1,4 +1,5 @@
-"""What the learner's parts cost: packing against padding, chunked log-probs against all logits, each loss.
+"""What the learner's parts cost: packing against padding, chunked log-probs against all logits, each loss, and what a
+step that begins before its batch is complete saves.
 
     packed, padded   tokens per second, forward and backward, of rollouts of long-tailed lengths in micro-batches of
                      `--budget` tokens: packed as the learner does it, and padded to the longest of as many rollouts in
@@ -6,6 +7,9 @@
     logits           peak memory above the start of log-probs, forward and backward, with a vocabulary of 49,152:
                      chunked as the learner does it, and through all logits at once
     losses           time of each loss with its gradient, relative to forward and backward of the same tokens
+    streaming        seconds from the arrival of a step's last group to the step's end, of 16 groups that arrive one by
+                     one over 1.5 times the duration of a whole step: in chunks of four as they come
+                     (`learner.stream_groups`), and all at once when the last is there
 
 One CPU thread. Prints one JSON line; times are medians, the ways taking turns.
 
@@ -15,6 +19,7 @@ One CPU thread. Prints one JSON line; times are medians, the ways taking turns.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -34,11 +39,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from streamrl.config import AlgorithmConfig
+from buffers.shards import StepCut
+from streamrl.config import AlgorithmConfig, config_from_tree
 from streamrl.losses import LOSSES, policy_loss
 from streamrl.packing import MicroBatch, pack_prompts, pack_rollouts
 from streamrl.policy import Policy
-from streamrl.records import Rollout
+from streamrl.records import Rollout, RolloutGroup
+from streamrl.trainer import Trainer
 
 SHAPE = {
     "num_attention_heads": 4,
@@ -161,6 +168,32 @@ def cost_of_losses(folder: pathlib.Path, mesh: DeviceMesh, *, rounds: int, budge
     return {name: round(100 * statistics.median(times[1:]) / base, 2) for name, times in costs.items()}
 
 
+def streamed_against_whole(folder: pathlib.Path, mesh: DeviceMesh, *, rounds: int) -> dict[str, float]:
+    config = config_from_tree({"learner": {"micro_batch_tokens": 1024}})  # several to a chunk, each of like lengths
+    trainer = Trainer(Policy(folder, mesh=mesh, temperature=1.0), config)
+    size, members = config.learner.groups_per_step, config.algorithm.group_size
+    rollouts = [dataclasses.replace(r, reward=float(i % 3)) for i, r in enumerate(long_tailed(size * members))]
+    groups = [RolloutGroup(uid=str(g), rollouts=tuple(rollouts[g * members : (g + 1) * members])) for g in range(size)]
+
+    def tail(chunk_size: int, interval_s: float) -> float:
+        cut = StepCut(size=size, chunk_size=chunk_size, world_size=1)
+        cut.extend(groups)
+        began = time.perf_counter()
+        trainer.begin(0)
+        for chunk in range(cut.num_chunks):
+            shard = cut.shard(chunk, 0)
+            time.sleep(max(0.0, began + shard.num_groups * interval_s - time.perf_counter()))  # until it has arrived
+            trainer.add(shard.groups)
+        trainer.finish(shard)
+        return time.perf_counter() - began - size * interval_s
+
+    tail(size, 0.0)
+    interval_s = 1.5 * tail(size, 0.0) / size
+    times = [(tail(4, interval_s), tail(size, interval_s)) for _ in range(rounds)]
+    streamed, whole = (statistics.median(column) for column in zip(*times, strict=True))
+    return {"streamed_s": round(streamed, 3), "whole_s": round(whole, 3), "ratio": round(streamed / whole, 2)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
@@ -186,6 +219,7 @@ def main() -> None:
             "logits": memory_of_logits(wide, mesh),
             "packing": packed_against_padded(small, mesh, rounds=arguments.rounds, budget=arguments.budget),
             "loss_percent": cost_of_losses(small, mesh, rounds=arguments.rounds, budget=arguments.budget),
+            "streaming": streamed_against_whole(small, mesh, rounds=arguments.rounds),
         }
     dist.destroy_process_group()
     print(json.dumps(result))
