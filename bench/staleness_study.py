@@ -12,6 +12,7 @@ refuses it where S > 0, so the study builds that config without asking.
 
     python -m bench.staleness_study [--jobs 2] [--steps 64] [--lr 1e-4,3e-4] [--seeds 3] [section.key=value ...]
     python -m bench.staleness_study --quick          # a slice, in a minute
+    python -m bench.staleness_study --report         # tables and plots of docs/staleness.md
 
 Each finished cell is one line of the results file; cells that are there already are not run again. One thread a cell;
 seconds are CPU seconds of the process, so that a busy machine does not change them.
@@ -21,17 +22,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import itertools
 import json
 import math
 import multiprocessing
+import os
 import pathlib
+import signal
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -39,8 +44,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.utils import logging
 
-from actors.prompts import load_prompts, make_prompt_source
+from actors.prompts import PromptSource, load_prompts, make_prompt_source
 from bench.snapshot_sampler import Snapshot, SnapshotSampler
+from bench.staleness_report import write_report
 from buffers.replay import ReplayBuffer
 from buffers.shards import cut
 from streamrl.base_model import load_tokenizer, prepare_model
@@ -52,6 +58,7 @@ from streamrl.trainer import Trainer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "staleness_study.jsonl"
+ENGINES = ROOT / "bench" / "staleness_engines.jsonl"  # written by bench/staleness_engines.py
 STALENESS = (0, 1, 4, 16)
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "none": {"proximal": "recompute", "correction": "none"},
@@ -77,6 +84,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
         "aggregation": "sequence_mean_token_mean",
     },
 }
+_PR_SET_PDEATHSIG = 1
 EVAL_EVERY = 2  # steps
 MISMATCH = 1e-4  # largest |p - mu| of fresh data, else the sampler is not the learner's policy
 CURVES = {
@@ -117,13 +125,32 @@ def cell_config(base: Config, cell: Cell) -> Config:
     return config
 
 
-def run_cell(base: Config, cell: Cell, *, model_path: str) -> dict[str, Any]:
+class Data(NamedTuple):
+    """The prompts of all cells of one seed."""
+
+    batches: list[list[Prompt]]  # by step
+    held_out: list[Prompt]
+
+
+def load_data(base: Config, *, model_path: str, seed: int, steps: int) -> Data:
+    """As a run with `run.seed=seed` would take them."""
+    config = msgspec.structs.replace(base, run=msgspec.structs.replace(base.run, seed=seed))
+    tokenizer = load_tokenizer(model_path)
+    source = make_prompt_source(config, tokenizer)
+    batches = [[_next(source) for _ in range(config.learner.groups_per_step)] for _ in range(steps)]
+    return Data(batches, load_prompts(config, tokenizer)[0])
+
+
+def _next(source: PromptSource) -> Prompt:
+    prompt = source.next()
+    assert prompt is not None  # data.epochs=0 never ends
+    return prompt
+
+
+def run_cell(base: Config, cell: Cell, data: Data, *, model_path: str) -> dict[str, Any]:
     """Train one cell; needs a process group of one rank. Returns its line of the results file."""
     config = cell_config(base, cell)
     torch.manual_seed(cell.seed)
-    tokenizer = load_tokenizer(model_path)
-    held_out, _ = load_prompts(config, tokenizer)
-    source = make_prompt_source(config, tokenizer)
     logging.disable_progress_bar()
     policy = Policy(model_path, mesh=init_device_mesh("cpu", (1,)), temperature=config.generator.temperature)
     trainer = Trainer(policy, config)
@@ -133,10 +160,9 @@ def run_cell(base: Config, cell: Cell, *, model_path: str) -> dict[str, Any]:
     snapshots = deque([_snapshot(policy)], maxlen=cell.staleness + 1)
 
     curves: dict[str, list[float]] = {name: [] for name in (*CURVES, "generate_s", "train_s", "staleness")}
-    evals = [(0, sampler.held_out_reward(held_out, snapshots[-1]))]
-    for version in range(cell.steps):
+    evals = [(0, sampler.held_out_reward(data.held_out, snapshots[-1]))]
+    for version, prompts in enumerate(data.batches):
         began = time.process_time()
-        prompts = [_next(source) for _ in range(num_groups)]
         sampled_by = max(0, version - cell.staleness)
         for rollout in sampler.sample(prompts, snapshots[0], version=sampled_by, seed=cell.seed * 100_003 + version):
             outcome = buffer.insert(rollout)
@@ -161,7 +187,7 @@ def run_cell(base: Config, cell: Cell, *, model_path: str) -> dict[str, Any]:
         curves["generate_s"].append(sampled - began)
         curves["train_s"].append(trained - sampled)
         if (version + 1) % EVAL_EVERY == 0 or version + 1 == cell.steps:
-            evals.append((version + 1, sampler.held_out_reward(held_out, snapshots[-1])))
+            evals.append((version + 1, sampler.held_out_reward(data.held_out, snapshots[-1])))
     ledger = buffer.stats()
     if ledger.discarded or ledger.trained != cell.steps * num_groups:
         raise RuntimeError(f"the ledger of {cell} is not that of a run without losses: {ledger}")
@@ -171,12 +197,6 @@ def run_cell(base: Config, cell: Cell, *, model_path: str) -> dict[str, Any]:
         "evals": [(step, round(reward, 4)) for step, reward in evals],
         "curves": {name: [_short(value) for value in values] for name, values in curves.items()},
     }
-
-
-def _next(source: Any) -> Prompt:
-    prompt = source.next()
-    assert isinstance(prompt, Prompt)  # data.epochs=0 never ends
-    return prompt
 
 
 def _snapshot(policy: Policy) -> Snapshot:
@@ -230,14 +250,20 @@ def run_study(cells: Sequence[Cell], base: Config, results: pathlib.Path, *, job
 
 
 def _run_all(cells: Sequence[Cell], base: Config, model_path: str, *, jobs: int) -> Iterator[dict[str, Any]]:
+    data = {
+        (seed, steps): load_data(base, model_path=model_path, seed=seed, steps=steps)
+        for seed, steps in sorted({(cell.seed, cell.steps) for cell in cells})
+    }
     if jobs == 1:
         with _one_rank():
             for cell in cells:
-                yield run_cell(base, cell, model_path=model_path)
+                yield run_cell(base, cell, data[cell.seed, cell.steps], model_path=model_path)
         return
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_start_worker) as pool:
-        running = [pool.submit(run_cell, base, cell, model_path=model_path) for cell in cells]
+    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_start_worker, initargs=(os.getpid(),)) as pool:
+        running = [
+            pool.submit(run_cell, base, cell, data[cell.seed, cell.steps], model_path=model_path) for cell in cells
+        ]
         try:
             for done in as_completed(running):
                 yield done.result()
@@ -245,14 +271,22 @@ def _run_all(cells: Sequence[Cell], base: Config, model_path: str, *, jobs: int)
             pool.shutdown(cancel_futures=True)
 
 
-def _start_worker() -> None:
+def _start_worker(parent: int) -> None:
+    """One thread, a process group of one rank. A worker ends with its parent, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the study is over")
+    _start_rank()
+
+
+def _start_rank() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 @contextlib.contextmanager
 def _one_rank() -> Iterator[None]:
-    _start_worker()
+    _start_rank()
     try:
         yield
     finally:
@@ -276,7 +310,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--corrections", type=_list(str), default=tuple(CORRECTIONS))
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--quick", action="store_true", help="S of 0 and 4, two corrections, one seed, 12 steps")
+    parser.add_argument("--report", action="store_true", help="write docs/staleness.md from the results; train nothing")
     args = parser.parse_args(arguments)
+    if args.report:
+        write_report(read_results(args.results), read_results(ENGINES), docs=ROOT / "docs")
+        return
     if args.quick:
         args.staleness, args.corrections, args.seeds, args.steps = (0, 4), ("none", "token_truncate"), 1, 12
         if args.results == RESULTS:
@@ -285,7 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cells = [
         Cell(correction=correction, staleness=staleness, lr=lr, seed=seed, steps=args.steps)
         for seed, lr, staleness, correction in itertools.product(
-            range(args.seeds), args.lr, args.staleness, args.corrections
+            range(args.seeds), args.lr, sorted(args.staleness, reverse=True), args.corrections
         )
     ]
     ran = run_study(cells, base, args.results, jobs=args.jobs)

@@ -50,16 +50,16 @@ def test_a_study_that_was_killed_goes_on_with_the_cells_that_it_has_not_finished
     model: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = tmp_path / "results.jsonl"
-    study(model, results, staleness="0,1")
+    study(model, results, staleness="1,0")
     first, second = results.read_text().splitlines()
     results.write_text(first + "\n" + second[: len(second) // 2])  # killed while it wrote
     ran: list[Cell] = []
     run_cell = staleness_study.run_cell
     monkeypatch.setattr(
-        staleness_study, "run_cell", lambda base, cell, **k: ran.append(cell) or run_cell(base, cell, **k)
+        staleness_study, "run_cell", lambda base, cell, *a, **k: ran.append(cell) or run_cell(base, cell, *a, **k)
     )
     study(model, results, staleness="0,1")
-    assert [cell.staleness for cell in ran] == [1]
+    assert [cell.staleness for cell in ran] == [0]
     without_times = [[line["curves"]["reward"], line["evals"]] for line in read_results(results)]
     assert without_times == [[line["curves"]["reward"], line["evals"]] for line in map(json.loads, (first, second))]
 
