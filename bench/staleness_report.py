@@ -23,6 +23,8 @@ LABELS = {
     "cispo": "CISPO",
     "gspo": "GSPO, clip 0.0003",
     "gspo_wide": "GSPO, clip 0.2",
+    "token_mask": "token mask",
+    "interpolate": "interpolate, token truncation",
 }
 TARGET = 0.9
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"

@@ -83,6 +83,9 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
         "clip_high": 0.2,
         "aggregation": "sequence_mean_token_mean",
     },
+    # Not asked for, but what else the default could be.
+    "token_mask": {"proximal": "recompute", "correction": "token_mask"},
+    "interpolate": {"proximal": "interpolate", "correction": "token_truncate"},
 }
 _PR_SET_PDEATHSIG = 1
 EVAL_EVERY = 2  # steps
