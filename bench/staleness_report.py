@@ -11,6 +11,7 @@ A number is a mean over the seeds with its range. Two things are derived:
 from __future__ import annotations
 
 import pathlib
+import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -37,9 +38,14 @@ def write_report(lines: Sequence[Line], engines: Sequence[Line], *, docs: pathli
     page = docs / "staleness.md"
     head, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, _, tail = rest.partition(END)
-    page.write_text(f"{head}{BEGIN}\n\n{tables(lines)}\n{engine_table(lines, engines)}\n{END}{tail}", encoding="utf-8")
+    page.write_text(f"{head}{BEGIN}\n\n{measured(lines, engines)}\n{END}{tail}", encoding="utf-8")
     draw_rewards(lines, docs / "staleness_reward.svg")
     draw_ess(lines, docs / "staleness_ess.svg")
+
+
+def measured(lines: Sequence[Line], engines: Sequence[Line]) -> str:
+    """What stands between the markers."""
+    return f"{tables(lines)}\n{engine_table(lines, engines)}"
 
 
 # -- numbers of one cell --
@@ -47,6 +53,10 @@ def write_report(lines: Sequence[Line], engines: Sequence[Line], *, docs: pathli
 
 def final_reward(line: Line) -> float:
     return float(line["evals"][-1][1])
+
+
+def mean_reward(line: Line) -> float:
+    return statistics.fmean(reward for _, reward in line["evals"])
 
 
 def steps_to_target(line: Line) -> int | None:
@@ -78,13 +88,18 @@ def unused(line: Line) -> float:
 
 
 MEASURES: tuple[tuple[str, str, Callable[[Line], float | None], str], ...] = (
-    ("Held-out reward at the end", "greedy, 128 words", final_reward, "{:.3f}"),
-    ("Lowest held-out reward after step 40", "", lambda line: min(r for s, r in line["evals"] if s > 40), "{:.3f}"),
-    ("Steps to a held-out reward of 0.9", "looked at every 2 steps", steps_to_target, "{:.0f}"),
-    ("Seconds to a held-out reward of 0.9", "of the pipeline described above", seconds_to_target, "{:.1f}"),
-    ("Effective sample size", "`offpolicy/ess`, mean over the second half", late("ess"), "{:.2f}"),
-    ("KL(mu || p)", "`offpolicy/kl_k1`, mean over the second half", late("kl_k1"), "{:.4f}"),
-    ("Tokens without a gradient", "masked or clipped, second half; CISPO: with a clipped ratio", unused, "{:.1%}"),
+    ("Held-out reward at the end", "Greedy, 128 words", final_reward, "{:.3f}"),
+    ("Held-out reward, mean over the run", "The area under the curve", mean_reward, "{:.3f}"),
+    ("Steps to a held-out reward of 0.9", "Looked at every 2 steps", steps_to_target, "{:.0f}"),
+    ("Seconds to a held-out reward of 0.9", "Of the pipeline described above", seconds_to_target, "{:.1f}"),
+    ("Effective sample size", "`offpolicy/ess`, mean over the second half of the run", late("ess"), "{:.2f}"),
+    ("KL(mu || p)", "`offpolicy/kl_k1`, mean over the second half of the run", late("kl_k1"), "{:.4f}"),
+    (
+        "Tokens without a gradient",
+        "Masked or clipped, mean over the second half of the run; of CISPO: with a clipped weight",
+        unused,
+        "{:.1%}",
+    ),
 )
 
 
@@ -103,7 +118,7 @@ def tables(lines: Sequence[Line]) -> str:
     commits = ", ".join(sorted({line["commit"] for line in lines}))
     out = [f"{len(lines)} runs of {steps} steps, {seeds} seeds; mean (min to max) over the seeds; commit {commits}.\n"]
     for title, remark, measure, form in MEASURES:
-        out.append(f"### {title}\n\n{remark[:1].upper()}{remark[1:]}.\n" if remark else f"### {title}\n")
+        out.append(f"### {title}\n\n{remark}.\n")
         header = [f"S = {bound}" for _ in rates for bound in bounds]
         header[:: len(bounds)] = [f"lr {rate:g}: S = {bounds[0]}" for rate in rates]
         out.append("| | " + " | ".join(header) + " |\n| --- |" + " --- |" * len(header))
@@ -153,7 +168,10 @@ def _range(values: Sequence[float | None], form: str) -> str:
     there = [value for value in values if value is not None]
     if not there:
         return "never" if values else ""
-    mean, low, high = (form.format(value) for value in (statistics.fmean(there), min(there), max(there)))
+    mean, low, high = (
+        form.format(value + 0.0) if abs(value) > 1e-5 else form.format(0.0)  # never "-0.0000"
+        for value in (statistics.fmean(there), min(there), max(there))
+    )
     text = mean if low == high else f"{mean} ({low} to {high})"
     return text if len(there) == len(values) else f"{text}; never in {len(values) - len(there)} of {len(values)}"
 
@@ -169,7 +187,9 @@ def draw_rewards(lines: Sequence[Line], path: pathlib.Path) -> None:
 def draw_ess(lines: Sequence[Line], path: pathlib.Path) -> None:
     """Effective sample size over steps, of stale data."""
     stale = [line for line in lines if line["staleness"] > 0]
-    _draw(stale, path, label="effective sample size", points=lambda line: list(enumerate(line["curves"]["ess"], 1)))
+    _draw(
+        stale, path, label="effective sample size", points=lambda line: list(enumerate(line["curves"]["ess"], 1))[::2]
+    )
 
 
 def _draw(
@@ -216,7 +236,15 @@ def _draw(
         axes.set_xlabel("optimizer step", fontsize=8)
     for axes in panels[:, 0]:
         axes.set_ylabel(label, fontsize=8)
-    handles, labels = panels[0][-1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
+    handles = {}
+    for axes in panels.flat:
+        handles |= {line.get_label(): line for line in axes.lines}
+        axes.set_visible(bool(axes.lines))
+    labels = [label for label in LABELS.values() if label in handles]
+    figure.legend(
+        [handles[label] for label in labels], labels, loc="outside lower center", ncols=5, fontsize=8, frameon=False
+    )
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "streamrl"}):
         figure.savefig(path, metadata={"Date": None})
+    text = path.read_text(encoding="utf-8")
+    path.write_text(re.sub(r"(\d\.\d)\d{2,}", r"\1", text), encoding="utf-8")  # a tenth of a point is enough

@@ -25,7 +25,6 @@ import contextlib
 import ctypes
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import pathlib
@@ -94,12 +93,8 @@ CURVES = {
     "reward": "rollout/reward/mean",
     "ess": "offpolicy/ess",
     "kl_k1": "offpolicy/kl_k1",
-    "weight_mean": "offpolicy/weight_mean",
     "masked": "offpolicy/masked_fraction",
-    "truncated": "offpolicy/truncated_fraction",
     "clipped": "policy/clip_fraction",
-    "entropy": "policy/entropy",
-    "grad_norm": "learner/grad_norm",
 }
 
 
@@ -207,7 +202,7 @@ def _snapshot(policy: Policy) -> Snapshot:
 
 
 def _short(value: float) -> float:
-    return float(f"{value:.4g}") if math.isfinite(value) else value
+    return float(f"{value:.3g}")
 
 
 # -- many cells --

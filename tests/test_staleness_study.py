@@ -8,7 +8,8 @@ import pathlib
 import pytest
 
 from bench import staleness_study
-from bench.staleness_study import Cell, cell_config, main, read_results
+from bench.staleness_report import BEGIN, END, measured
+from bench.staleness_study import ENGINES, RESULTS, ROOT, Cell, cell_config, main, read_results
 from streamrl.config import check_config, load_config
 from streamrl.errors import ConfigError
 from tests.tiny_llama import make_tiny_llama
@@ -62,6 +63,12 @@ def test_a_study_that_was_killed_goes_on_with_the_cells_that_it_has_not_finished
     assert [cell.staleness for cell in ran] == [0]
     without_times = [[line["curves"]["reward"], line["evals"]] for line in read_results(results)]
     assert without_times == [[line["curves"]["reward"], line["evals"]] for line in map(json.loads, (first, second))]
+
+
+def test_the_page_shows_the_numbers_of_the_results_files() -> None:
+    page = (ROOT / "docs" / "staleness.md").read_text(encoding="utf-8")
+    shown = page.split(BEGIN)[1].split(END)[0].strip()
+    assert shown == measured(read_results(RESULTS), read_results(ENGINES)).strip(), "run with --report"
 
 
 def test_only_the_uncorrected_cells_are_what_a_run_refuses() -> None:
