@@ -9,7 +9,8 @@ step that begins before its batch is complete saves.
     losses           time of each loss with its gradient, relative to forward and backward of the same tokens
     streaming        seconds from the arrival of a step's last group to the step's end, of 16 groups that arrive one by
                      one over 1.5 times the duration of a whole step: in chunks of four as they come
-                     (`learner.stream_groups`), and all at once when the last is there
+                     (`learner.stream_groups`), and all at once when the last is there. On a clock of CPU seconds, so
+                     that neighbours on the machine do not count
 
 One CPU thread. Prints one JSON line; times are medians, the ways taking turns.
 
@@ -178,14 +179,16 @@ def streamed_against_whole(folder: pathlib.Path, mesh: DeviceMesh, *, rounds: in
     def tail(chunk_size: int, interval_s: float) -> float:
         cut = StepCut(size=size, chunk_size=chunk_size, world_size=1)
         cut.extend(groups)
-        began = time.perf_counter()
         trainer.begin(0)
+        clock = 0.0  # CPU seconds, in which a group arrives every `interval_s`
         for chunk in range(cut.num_chunks):
             shard = cut.shard(chunk, 0)
-            time.sleep(max(0.0, began + shard.num_groups * interval_s - time.perf_counter()))  # until it has arrived
+            began = time.process_time()
             trainer.add(shard.groups)
+            clock = max(clock, shard.num_groups * interval_s) + time.process_time() - began
+        began = time.process_time()
         trainer.finish(shard)
-        return time.perf_counter() - began - size * interval_s
+        return clock + time.process_time() - began - size * interval_s
 
     tail(size, 0.0)
     interval_s = 1.5 * tail(size, 0.0) / size
