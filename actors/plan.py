@@ -148,8 +148,10 @@ def _arithmetic(c: Config, *, num_train: int, buffered_bytes: int) -> list[tuple
 def _processes(c: Config, parameters: int | None, buffered_bytes: int) -> tuple[ProcessPlan, ...]:
     count = parameters or 0
     weights = count * _DTYPE_BYTES[c.model.dtype]
-    # float32 weights, gradients and two AdamW moments, and two published versions, sharded over the ranks
-    learner = _LEARNER_BYTES + (16 * count + 2 * weights) // c.learner.ranks
+    # float32 weights, gradients and two AdamW moments of each trained model, and two published versions, sharded over
+    # the ranks
+    num_trained = 2 if c.algorithm.has_critic else 1
+    learner = _LEARNER_BYTES + (16 * count * num_trained + 2 * weights) // c.learner.ranks
     kv_cache = 0 if c.generator.gpus else c.generator.kv_cache_bytes or CPU_KV_CACHE_BYTES
     generator = _GENERATOR_BYTES + 2 * weights + kv_cache
     learner_device = _device(c.learner.gpus, c.learner.threads)

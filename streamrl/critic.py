@@ -203,7 +203,7 @@ class _ValueModel(nn.Module):
         tokens = batch.tokens
         hidden = packed_hidden(self.trunk, tokens["input_ids"], tokens["position_ids"], batch.lengths)
         places = tokens["response_mask"].nonzero().squeeze(1)  # [K]; a response never begins a sequence
-        values: Tensor = self.head(hidden.index_select(0, places - 1)).squeeze(1)
+        values: Tensor = self.head(hidden.index_select(0, places - 1).float()).squeeze(1)
         return values.new_zeros(batch.num_tokens).index_copy(0, places, values)
 
 

@@ -335,13 +335,20 @@ def test_what_is_allowed_but_odd_is_said(overrides: list[str], part: str) -> Non
     assert any(part in warning for warning in plan.warnings), plan.warnings
 
 
-def test_the_plan_counts_a_model_in_a_folder_by_its_weights(tmp_path: pathlib.Path) -> None:
+def test_the_plan_counts_a_model_in_a_folder_by_its_weights_and_a_critic_as_another(tmp_path: pathlib.Path) -> None:
     (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 4_000_000)
     plan = make_plan(load_config(None, [f"model.path={tmp_path}"]), pathlib.Path("x"))
     assert "about 2.0M parameters" in dict(plan.facts)["model"]
     assert dict(plan.facts)["weights"].startswith("8 MB published every step")
+
+    def learner_bytes(*overrides: str) -> int:
+        processes = make_plan(load_config(None, [f"model.path={tmp_path}", *overrides]), pathlib.Path("x")).processes
+        return next(p.num_bytes for p in processes if p.name == "learner")
+
+    with_critic = learner_bytes("algorithm.advantage=gae") - learner_bytes()
+    assert with_critic == pytest.approx(16 * 2.0e6, rel=0.05)
 
 
 # -- commands on a run --

@@ -129,6 +129,20 @@ def test_values_are_zero_at_first_and_the_head_of_the_last_hidden_state_later(
     assert seen == int(batch.tokens["response_mask"].sum()) > 50
 
 
+def test_values_in_bfloat16_are_close_to_float32_and_trained_in_float32(folder: pathlib.Path, mesh: DeviceMesh) -> None:
+    results = []
+    for dtype in ("float32", "bfloat16"):
+        tree = {"algorithm": {"advantage": "gae"}, "model": {"dtype": dtype}, "learner": {"warmup_steps": 0}}
+        critic, batch = Critic(folder, config_from_tree(tree), mesh=mesh), packed()
+        for _ in range(3):
+            batch.tokens["values"], batch.tokens["returns"] = critic.values(batch), torch.ones(batch.num_tokens)
+            critic.fit([batch])
+        assert {p.dtype for p in critic.parameters()} == {torch.float32}
+        results.append(critic.values(batch))
+    assert results[1].dtype == torch.float32 and not torch.equal(results[0], results[1])
+    assert torch.allclose(results[0], results[1], atol=0.02) and results[0].abs().max() > 0.1
+
+
 def test_fitting_lowers_the_loss_and_explains_the_returns(folder: pathlib.Path, mesh: DeviceMesh) -> None:
     config = config_from_tree(
         {"algorithm": {"advantage": "gae"}, "critic": {"lr": 3e-3}, "learner": {"warmup_steps": 0}}
