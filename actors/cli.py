@@ -73,9 +73,9 @@ def run(argv: Sequence[str]) -> int:
 def _dispatch(argv: Sequence[str]) -> int:
     parser, launcher = _parsers()
     arguments, rest = parser.parse_known_args(argv)
-    if arguments.command == "launch":
+    if arguments.command in ("launch", "doctor"):
         overrides = [_as_override(word, launcher) for word in rest]
-        return _launch(arguments, overrides)
+        return (_launch if arguments.command == "launch" else _doctor)(arguments, overrides)
     if rest:
         parser.error(f"no such argument: {rest[0]}")
     commands = {"status": _status, "audit": _audit, "deliver": _deliver}
@@ -97,15 +97,20 @@ def _parsers() -> tuple[_Parser, _Parser]:
         "buffer.max_staleness=8; docs/configuration.md lists them. Options stand for the settings named in brackets.",
         allow_abbrev=False,
     )
-    launcher.add_argument(
-        "--config", metavar="FILE", help=f"YAML file of settings; {_default_config() or 'the defaults'} if left out"
-    )
-    for flag, (setting, text) in _FLAGS.items():
-        launcher.add_argument(flag, metavar=flag.rsplit("-", 1)[-1].upper(), help=f"{text} [{setting}]")
-    launcher.add_argument(
-        "--mlflow-ui", action="store_true", help="start `mlflow server` on loopback beside the run [tracking.mlflow_ui]"
-    )
+    _add_config_options(launcher)
     launcher.add_argument("--dry-run", action="store_true", help="check everything, print the plan and start nothing")
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="find what would go wrong in a run, before it is long",
+        usage="streamrl doctor [section.key=value ...] [options]",
+        description="Check this machine for a run of a config, then start one engine and prove it, the learner and the "
+        "weight channel against each other. Takes a config as launch does. Exits with 1 if a check fails.",
+        allow_abbrev=False,
+    )
+    _add_config_options(doctor)
+    doctor.add_argument("--machine-only", action="store_true", help="start no engine")
+    doctor.add_argument("--json", action="store_true", help="print the findings as one JSON array")
 
     status = commands.add_parser("status", help="print the state of a run", allow_abbrev=False)
     status.add_argument("run", metavar="RUN", nargs="?", help="directory of the run; the newest in runs/ if left out")
@@ -118,6 +123,17 @@ def _parsers() -> tuple[_Parser, _Parser]:
     deliver.add_argument("run", metavar="RUN", nargs="?", help="directory of the run; the newest in runs/ if left out")
     deliver.add_argument("--mlflow-uri", metavar="URI", default="", help="another MLflow than the run's own")
     return parser, launcher
+
+
+def _add_config_options(parser: _Parser) -> None:
+    parser.add_argument(
+        "--config", metavar="FILE", help=f"YAML file of settings; {_default_config() or 'the defaults'} if left out"
+    )
+    for flag, (setting, text) in _FLAGS.items():
+        parser.add_argument(flag, metavar=flag.rsplit("-", 1)[-1].upper(), help=f"{text} [{setting}]")
+    parser.add_argument(
+        "--mlflow-ui", action="store_true", help="start `mlflow server` on loopback beside the run [tracking.mlflow_ui]"
+    )
 
 
 # -- launch --
@@ -175,6 +191,24 @@ def _as_override(word: str, launcher: _Parser) -> str:
     options = [*_FLAGS, "--config", "--mlflow-ui", "--dry-run"]
     near = difflib.get_close_matches(word.split("=")[0], options, n=1, cutoff=0.5)
     launcher.error(f"no such option: {word}{f' (did you mean {near[0]}?)' if near else ''}")
+
+
+def _doctor(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    config = _read_config(arguments, overrides)
+
+    from actors.doctor import Finding, describe, examine
+
+    findings: list[Finding] = []
+
+    def say(finding: Finding) -> None:
+        findings.append(finding)
+        if not arguments.json:
+            print(describe(finding), flush=True)
+
+    sound = examine(config, choose_run_dir(config), machine_only=arguments.machine_only, say=say)
+    if arguments.json:
+        print(json.dumps(msgspec.to_builtins(findings)))
+    return DONE if sound else FAILED
 
 
 # -- commands on a run --

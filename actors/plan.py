@@ -319,6 +319,12 @@ def _num_parameters(c: Config, kind: str) -> int | None:
     return None
 
 
+def model_bytes(c: Config) -> int | None:
+    """Bytes of one version of the weights as they are published; None for a model that is not here yet."""
+    parameters = _num_parameters(c, model_kind(c))
+    return None if parameters is None else parameters * _DTYPE_BYTES[c.model.dtype]
+
+
 def _parameters_text(parameters: int | None) -> str:
     if parameters is None:
         return "of unknown size"

@@ -377,6 +377,35 @@ def deliver(run_dir: pathlib.Path, *, uri: str = "") -> int:
         return state.rows_sent - before
 
 
+def check_store(config: Config, run_dir: pathlib.Path) -> None:
+    """Make a run in the store that a run of this config would use, write a metric, read it back, delete the run.
+
+    Waits for the store, within MLflow's limits of one request each.
+
+    Raises:
+        ConfigError: it does not take it, or gives back something else.
+    """
+    uri = store_uri(config, run_dir)
+    remedy = "Start that server, or correct tracking.mlflow_uri. A run would go on without it, and deliver later"
+    if uri.startswith("sqlite:///"):
+        pathlib.Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+    try:
+        client = _mlflow_client(uri)
+        name = _accepted_name(f"{config.tracking.experiment}-doctor")
+        experiment = client.get_experiment_by_name(name)
+        place = experiment.experiment_id if experiment is not None else client.create_experiment(name)
+        run_id = client.create_run(place, run_name="doctor").info.run_id
+        try:
+            client.log_metric(run_id, "doctor", 1.0)
+            found = client.get_run(run_id).data.metrics
+        finally:
+            client.delete_run(run_id)
+    except Exception as error:  # MLflow has many ways to fail
+        raise ConfigError(f"tracking.mlflow_uri ({uri}): {_one_line(error)}. {remedy}.") from None
+    if found != {"doctor": 1.0}:
+        raise ConfigError(f"tracking.mlflow_uri ({uri}): gave back {found} for a metric of 1. {remedy}.")
+
+
 def store_uri(config: Config, run_dir: pathlib.Path) -> str:
     """`tracking.mlflow_uri`, or a SQLite store in the run directory's parent, shared by the runs in it."""
     uri = config.tracking.mlflow_uri or f"sqlite:///{run_dir.absolute().parent / 'mlflow.db'}"

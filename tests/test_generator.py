@@ -743,9 +743,11 @@ def test_shares_of_a_gpu_are_added_without_rounding_errors() -> None:
 
 def test_an_engine_that_shares_a_gpu_does_not_measure_its_memory() -> None:
     generator = {"gpus": 0.25, "gpu_memory_utilization": 0.2, "kv_cache_bytes": 1 << 30}
-    arguments = engine_arguments(config_from_tree({"generator": generator}), "m")
+    channel = {"backend": "shm"}
+    arguments = engine_arguments(config_from_tree({"generator": generator, "weight_sync": channel}), "m")
     assert arguments["kv_cache_memory_bytes"] == 1 << 30 and arguments["gpu_memory_utilization"] == 0.2
-    assert engine_arguments(config_from_tree({"generator": {"gpus": 1}}), "m")["kv_cache_memory_bytes"] is None
+    alone = config_from_tree({"generator": {"gpus": 1}, "weight_sync": channel})
+    assert engine_arguments(alone, "m")["kv_cache_memory_bytes"] is None
 
 
 def test_a_completion_lists_its_labels_in_order() -> None:
