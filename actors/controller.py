@@ -258,7 +258,7 @@ class Controller:
             }
         acks = [g.last_sync for g in generators if g.last_sync is not None]
         if acks:
-            for name in ("transfer_s", "pause_s", "load_s", "probe_s", "total_s", "probe_difference"):
+            for name in ("transfer_s", "drain_s", "pause_s", "load_s", "probe_s", "total_s", "probe_difference"):
                 metrics[f"weight_sync/{name}"] = max(getattr(ack, name) for ack in acks)
             metrics["weight_sync/bytes"] = float(acks[-1].num_bytes)
         stats = view.buffer
@@ -291,9 +291,10 @@ class Controller:
                 generators=[msgspec.convert(g, GeneratorStatus) for g in generators[: len(self._generators)]],
             )
             for status in view.generators.values():
-                if status.last_sync is not None and status.policy_version != self._synced.get(status.name):
-                    self._synced[status.name] = status.policy_version
-                    self._tracker.log_event("weight_sync", **msgspec.to_builtins(status.last_sync))
+                new = status.syncs - self._synced.get(status.name, 0)
+                self._synced[status.name] = status.syncs
+                for ack in status.recent_syncs[-new:] if new else ():
+                    self._tracker.log_event("weight_sync", **msgspec.to_builtins(ack))
             self._view.update(view)
             await asyncio.sleep(max(0.0, STATUS_INTERVAL_S - (time.monotonic() - begun)))
 

@@ -65,6 +65,8 @@ class Engine:
         self._processes: list[psutil.Process] = []
         self._requests: dict[str, bool] = {}  # of `generate`: whether the first token is there
         self._reserved_tokens = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._death: asyncio.Future[None] | None = None
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -183,6 +185,7 @@ class Engine:
         first_token_at = 0.0
         longest = len(prompt_ids) + max_tokens
         self._requests[request_id] = False
+        self._idle.clear()
         self._reserved_tokens += longest
         try:
             async for output in self._outputs(prompt_ids, params, request_id, salt):
@@ -194,6 +197,8 @@ class Engine:
                     first_token_at = time.monotonic()
         finally:
             del self._requests[request_id]
+            if not self._requests:
+                self._idle.set()
             self._reserved_tokens -= longest
         return Completion(
             token_ids=token_ids,
@@ -221,6 +226,10 @@ class Engine:
 
         answers = await asyncio.gather(*(one(i, sequence) for i, sequence in enumerate(sequences)))
         return [value for answer in answers for value in answer]
+
+    async def drained(self) -> None:
+        """Wait until no request of `generate` is in the engine; their ends end the wait."""
+        await self._idle.wait()
 
     async def abort_unstarted(self) -> None:
         """End every request of `generate` that has no token yet; its completion has finish_reason `abort`."""
@@ -257,6 +266,15 @@ class Engine:
 
     async def resume(self) -> None:
         await self._llm.resume_generation()
+
+    async def forget(self) -> None:
+        """In the paused engine: drop what the old weights have read. Every request reads its prompt and its response so
+        far again after `resume`, and goes on from there.
+
+        Raises:
+            Exception: as vLLM wraps it, if some of it could not be dropped.
+        """
+        await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def load(self, payload: dict[str, Any], *, label: str) -> None:
         """Load one version into the paused engine; every token sampled after `resume` carries `label`.

@@ -182,8 +182,8 @@ class Generator:
             busy_s=self._meter.busy_s,
             uptime_s=self._meter.uptime_s,
             kv_usage=self._engine.kv_usage,
-            last_sync=self._weights.last_sync,
             syncs=self._weights.syncs,
+            recent_syncs=tuple(self._weights.recent_syncs),
             wait=self._wait,
         )
 

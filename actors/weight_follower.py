@@ -10,7 +10,7 @@ Invariants:
   new version is sampled on a prompt that old weights have read.
 - No request enters the engine while its weights change (`open`).
 - A version that was overwritten before it was fetched is skipped; the engine keeps what it has.
-- Generation stands still for the load alone.
+- Generation stands still for the load alone, whatever becomes of the running requests (weight_sync.in_flight).
 
 Waits: `connect` and `first` for the learner, each within weight_sync.timeout_s; `follow` for the next publication (the
 learner ends it, or `close`), and within it for the backend and for engine steps, each update within
@@ -20,8 +20,11 @@ weight_sync.timeout_s.
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from actors.busy_meter import BusyMeter
@@ -36,7 +39,18 @@ from streamrl.weight_sync.probe import TOLERANCE, probe_difference
 
 _LOADS = 2  # of one version: the second one is for a load that went wrong in a way that does not repeat
 
+_REMEMBERED_SYNCS = 16  # for who asks for the status; more than there can be between two looks at it
+
 Report = Callable[[WeightUpdate], Awaitable[None]]
+
+
+@dataclass
+class _Swap:
+    """Seconds of the steps around the load, summed over the loads of one version."""
+
+    drain_s: float = 0.0
+    pause_s: float = 0.0
+    load_s: float = 0.0
 
 
 class WeightFollower:
@@ -49,6 +63,8 @@ class WeightFollower:
         self._limit_s = config.weight_sync.timeout_s
         self._tolerance = config.weight_sync.probe_tolerance or TOLERANCE[config.model.dtype]
         self._dtype = config.model.dtype
+        self._in_flight = config.weight_sync.in_flight
+        self._drain_s = config.weight_sync.drain_s
         self._subscriber: WeightSubscriber | None = None
         self._probe = ProbeSet([])
         self.gate = VersionGate()
@@ -56,7 +72,7 @@ class WeightFollower:
         """Set while requests may enter the engine."""
         self.refused = False
         """The weights in the engine are wrong for good."""
-        self.last_sync: WeightAck | None = None
+        self.recent_syncs: collections.deque[WeightAck] = collections.deque(maxlen=_REMEMBERED_SYNCS)
         self.syncs = 0
 
     async def connect(self, address: str, *, curve: CurveKeys | None) -> None:
@@ -110,7 +126,7 @@ class WeightFollower:
         if ack is None:
             return
         assert self._subscriber is not None
-        self.last_sync = ack
+        self.recent_syncs.append(ack)
         self.syncs += 1
         if ack.ok:
             await report(update)
@@ -130,7 +146,8 @@ class WeightFollower:
     async def _load_and_prove(self, update: WeightUpdate) -> WeightAck | None:
         """None: the version was overwritten, and a newer one is out."""
         assert self._subscriber is not None
-        transfer_s = pause_s = load_s = probe_s = 0.0
+        transfer_s = probe_s = 0.0
+        swap = _Swap()
         for _ in range(_LOADS):
             began = time.perf_counter()
             payload = await self._subscriber.fetch(update)
@@ -138,11 +155,10 @@ class WeightFollower:
                 return None
             fetched = time.perf_counter()
             label = self.gate.begin(update.incarnation, update.policy_version)
-            load_s += await self._load(update, payload, label)
+            await self._load(update, payload, label, swap)
             resumed = time.perf_counter()
             difference = await self._probe_difference(update, label)
             transfer_s += fetched - began
-            pause_s += resumed - fetched
             probe_s += time.perf_counter() - resumed
             proven = difference <= self._tolerance
             if proven:
@@ -156,33 +172,43 @@ class WeightFollower:
             ok=proven,
             reason="" if proven else f"its probe is off by {difference:.3g}, more than {self._tolerance:.3g}",
             transfer_s=transfer_s,
-            pause_s=pause_s,
-            load_s=load_s,
+            drain_s=swap.drain_s,
+            pause_s=swap.pause_s,
+            load_s=swap.load_s,
             probe_s=probe_s,
             total_s=time.time() - update.published_at,
             num_bytes=self._subscriber.num_bytes,
             probe_difference=difference,
         )
 
-    async def _load(self, update: WeightUpdate, payload: dict[str, Any], label: str) -> float:
-        """Change the weights under the running requests. Returns the seconds of the load itself."""
+    async def _load(self, update: WeightUpdate, payload: dict[str, Any], label: str, swap: _Swap) -> None:
+        """Change the weights under the running requests."""
         self.open.clear()
+        began = time.perf_counter()
+        if self._in_flight == "drain":
+            with contextlib.suppress(TimeoutError):  # what runs on is kept
+                await asyncio.wait_for(self._engine.drained(), self._drain_s)
+        drained = time.perf_counter()
         self._meter.pause(True)
         await self._engine.pause()
         await self._engine.abort_unstarted()
-        began = time.perf_counter()
+        paused = time.perf_counter()
         try:
             await self._engine.load(payload, label=label)
+            loaded = time.perf_counter()
+            if self._in_flight == "recompute":
+                await self._engine.forget()
         except Exception as error:  # vLLM passes a worker's error on as a bare Exception
             await self._refuse()  # the model may be half loaded, so it stays paused
             what = f"{self._name}: version {update.policy_version} did not load: {error}"
             raise WeightSyncError(what) from error
-        load_s = time.perf_counter() - began
         self.gate.loaded(label)
         await self._engine.resume()
         self._meter.pause(False)
         self.open.set()
-        return load_s
+        swap.drain_s += drained - began
+        swap.load_s += loaded - paused
+        swap.pause_s += time.perf_counter() - drained
 
     async def _probe_difference(self, update: WeightUpdate, label: str) -> float:
         scores = await self._engine.score(self._probe.sequences, request_id=f"probe-{label}")

@@ -315,10 +315,17 @@ class WeightSyncConfig(_Section, frozen=True):
     backend: Literal["auto", "shm", "tcp"] = "auto"
     """How weights travel: `shm`, a double-buffered shared segment on one host; `tcp`, to any host, from every learner
     rank its own part. `auto` picks, and says why."""
+    in_flight: Literal["keep", "recompute", "drain"] = "keep"
+    """What happens to responses that are being sampled when new weights come. `keep`: they go on where they are, on
+    top of what the old weights have read. `recompute`: the new weights read prompt and response again, then go on;
+    the log-probs of the tokens before stay those of the weights that sampled them. `drain`: no request enters and the
+    new weights wait for those that run, `drain_s` at most; what runs on is kept."""
+    drain_s: Seconds = 30.0
+    """Longest wait of `in_flight: drain`, a part of `timeout_s`."""
     probe_prompts: Count = 4
     """Fixed sequences whose log-probs prove each update."""
     probe_tolerance: Annotated[float, Meta(ge=0)] = 0.0
-    """Accepted |log-prob difference| of the probe: the largest in float32, where 0 picks 1e-3, the mean in bfloat16,
+    """Accepted |log-prob difference| of the probe: the largest in float32, where 0 picks 1e-4, the mean in bfloat16,
     where 0 picks 0.3."""
     timeout_s: Seconds = 60.0
     """Longest time for one generator to load and prove one version."""

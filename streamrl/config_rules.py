@@ -245,6 +245,12 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         f"learner.stream_groups ({stream}): buffer.limiter={b.limiter} with buffer.min_size={b.min_size} holds groups "
         "back until many are there. Set learner.stream_groups=0, or buffer.limiter=min_size with buffer.min_size=1.",
     )
+    w = c.weight_sync
+    yield (
+        w.in_flight == "drain" and w.drain_s >= w.timeout_s,
+        f"weight_sync.drain_s ({w.drain_s:g}): waiting for running responses is a part of weight_sync.timeout_s "
+        f"({w.timeout_s:g}), which ends the generator. Set weight_sync.timeout_s={2 * w.drain_s:g}.",
+    )
     yield (
         m.warm_up.hidden_size % m.warm_up.num_heads != 0,
         f"model.warm_up.hidden_size ({m.warm_up.hidden_size}): must be a multiple of model.warm_up.num_heads "

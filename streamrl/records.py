@@ -151,6 +151,7 @@ class WeightAck(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool
     reason: str = ""
     transfer_s: float = 0.0  # fetched beside generation: received, checked, laid out
+    drain_s: float = 0.0  # waited for running requests, with weight_sync.in_flight=drain
     pause_s: float = 0.0  # generation stood still
     load_s: float = 0.0  # the part of the pause in which the engine loaded
     probe_s: float = 0.0
@@ -183,9 +184,13 @@ class GeneratorStatus(msgspec.Struct, frozen=True, kw_only=True):
     busy_s: float = 0.0  # total seconds with at least one member in the engine and generation not paused
     uptime_s: float = 0.0  # seconds since it began to serve
     kv_usage: float = 0.0
-    last_sync: WeightAck | None = None
-    syncs: int = 0
+    syncs: int = 0  # updates that were answered, proven or not
+    recent_syncs: tuple[WeightAck, ...] = ()  # the last of them, oldest first
     wait: Wait | None = None
+
+    @property
+    def last_sync(self) -> WeightAck | None:
+        return self.recent_syncs[-1] if self.recent_syncs else None
 
 
 class BufferStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -230,3 +230,10 @@ def test_shared_memory_across_hosts_is_refused() -> None:
     two = Placement(learner_hosts=("a",), generator_hosts=("b",))
     with pytest.raises(ConfigError, match=r"weight_sync.backend \(shm\).*this run is on 2 \(a, b\).*backend=tcp"):
         choose_backend(with_backend(Config(), "shm"), two)
+
+
+def test_a_drain_longer_than_the_limit_of_its_update_is_refused() -> None:
+    slow = ["weight_sync.in_flight=drain", "weight_sync.drain_s=60"]
+    assert all(part in refusal(*slow) for part in ("weight_sync.drain_s (60)", "weight_sync.timeout_s=120"))
+    load_config(None, [*slow, "weight_sync.timeout_s=120"])
+    load_config(None, ["weight_sync.drain_s=60"])

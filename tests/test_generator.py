@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import pathlib
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -227,11 +229,11 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
 class Scene:
     """One generator with its learner, connected and at version 0."""
 
-    def __init__(self, setting: Setting, engine: SharedEngine) -> None:
+    def __init__(self, setting: Setting, engine: SharedEngine, config: Config) -> None:
         self.engine = engine
         self.reference = Reference(setting.folder)
         self.publisher = WeightPublisher(
-            setting.config.weight_sync,
+            config.weight_sync,
             run_name=f"test_generator {uuid.uuid4()}",
             rank=0,
             world_size=1,
@@ -240,7 +242,7 @@ class Scene:
             probe=PROBE,
         )
         self.version = 0
-        self.generator = Generator(setting.config, index=5, model_path=str(setting.folder))
+        self.generator = Generator(config, index=5, model_path=str(setting.folder))
         self.acks: list[WeightAck] = []
 
     @property
@@ -289,12 +291,15 @@ def scene(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> SceneMaker:
     engine = setting.engine()
 
     @asynccontextmanager
-    async def make(*, serve: bool = True, kind: type[SharedEngine] = SharedEngine) -> AsyncIterator[Scene]:
+    async def make(
+        *, serve: bool = True, kind: type[SharedEngine] = SharedEngine, **weight_sync: Any
+    ) -> AsyncIterator[Scene]:
         shared = kind(engine)
         monkeypatch.setattr(actors.generator, "Engine", lambda config, model_path: shared)
         monkeypatch.setattr(actors.generator, "RewardWorker", FakeRewards)
         monkeypatch.setattr(actors.generator, "GeneratorClient", FakeBufferClient)
-        made = Scene(setting, shared)
+        changed = msgspec.structs.replace(setting.config.weight_sync, **weight_sync)
+        made = Scene(setting, shared, msgspec.structs.replace(setting.config, weight_sync=changed))
         address = made.publisher.start()
         made.publish()
         await made.generator.start()
@@ -442,7 +447,7 @@ def test_slow_rewards_hold_new_members_back(setting: Setting, scene: SceneMaker)
 # -- versions --------------------------------------------------------------------------------------------------------
 
 
-def test_versions_move_under_running_requests_and_count_only_when_proven(setting: Setting, scene: SceneMaker) -> None:
+def test_T30_a_version_that_moves_under_requests_counts_only_when_proven(setting: Setting, scene: SceneMaker) -> None:
     async def scenario() -> None:
         async with scene() as s:
             for _ in range(5):
@@ -452,7 +457,8 @@ def test_versions_move_under_running_requests_and_count_only_when_proven(setting
                 ack = await s.ack(version)
                 assert ack.ok and ack.generator == "generator-5" and ack.incarnation == 2
                 assert ack.probe_difference < EXACT and ack.num_bytes > 500_000
-                assert 0 < ack.transfer_s < ack.pause_s < ack.total_s
+                assert 0 < ack.load_s < ack.pause_s and ack.transfer_s > 0 and ack.probe_s > 0 and ack.drain_s < 0.01
+                assert ack.transfer_s + ack.pause_s + ack.probe_s < ack.total_s
                 assert (await s.generator.status()).policy_version == version
             await s.until_rollouts(40)
             known = -1
@@ -512,7 +518,7 @@ def test_a_request_that_waited_through_an_update_reads_its_prompt_anew(setting: 
     setting.run(scenario())
 
 
-def test_wrong_weights_are_never_served(setting: Setting, scene: SceneMaker) -> None:
+def test_T21_wrong_weights_are_never_served(setting: Setting, scene: SceneMaker) -> None:
     async def scenario() -> None:
         async with scene(serve=False) as s:
             serving = asyncio.create_task(s.generator.run())
@@ -543,6 +549,86 @@ def test_weights_that_are_not_numbers_are_never_served(setting: Setting, scene: 
             with pytest.raises(WeightSyncError, match="off by inf"):
                 await asyncio.wait_for(serving, 20)
             assert all(r.versions.max() < version for r in s.rollouts)
+
+    setting.run(scenario())
+
+
+def test_T23_a_slow_transfer_is_not_a_pause(setting: Setting, scene: SceneMaker) -> None:
+    """Half a second on the way: the engine goes on meanwhile, and the two times are told apart."""
+
+    async def scenario() -> None:
+        async with scene() as s:
+            await s.until_rollouts(10)
+            inlet = s.generator._weights._subscriber._inlet
+            fetch, generated = inlet.fetch, []
+
+            async def slow_fetch(update: Any) -> Any:
+                before = (await s.generator.status()).generated_tokens
+                await asyncio.sleep(0.5)
+                generated.append((await s.generator.status()).generated_tokens - before)
+                return await fetch(update)
+
+            inlet.fetch = slow_fetch
+            version = s.publish()
+            await s.until_reported(version)
+            ack = await s.ack(version)
+            assert generated[0] > 0, "generation stood still during the transfer"
+            assert ack.transfer_s >= 0.5 and ack.total_s > ack.transfer_s and ack.pause_s < ack.transfer_s
+
+    setting.run(scenario())
+
+
+def test_a_drained_generator_samples_no_response_from_two_versions(setting: Setting, scene: SceneMaker) -> None:
+    async def scenario() -> None:
+        async with scene(in_flight="drain") as s:
+            for _ in range(4):
+                await s.until_rollouts(8)
+                version = s.publish()
+                await s.until_reported(version)
+                assert (await s.ack(version)).drain_s > 0
+            await s.until_rollouts(40)
+            assert len({r.min_version for r in s.rollouts}) == 5
+            assert all(r.versions.min() == r.versions.max() for r in s.rollouts)
+            assert not s.failures
+
+    setting.run(scenario())
+
+
+def test_a_drain_ends_at_its_deadline_and_what_runs_on_is_kept(setting: Setting, scene: SceneMaker) -> None:
+    async def scenario() -> None:
+        async with scene(in_flight="drain", drain_s=0.001) as s:
+            for _ in range(5):
+                await s.until_rollouts(8)
+                await s.until_reported(s.publish())
+            await s.until_rollouts(40)
+            assert [r for r in s.rollouts if r.versions.min() < r.versions.max()]
+            assert not s.failures
+
+    setting.run(scenario())
+
+
+def test_recompute_reads_every_running_response_again(setting: Setting, scene: SceneMaker) -> None:
+    """A response that spans an update has the log-probs of the new weights alone after it, not of an old cache."""
+
+    async def scenario() -> None:
+        async with scene(in_flight="recompute") as s:
+            learners = [copy.deepcopy(s.reference)]
+            for _ in range(8):
+                await s.until_rollouts(8)
+                version = s.publish()
+                learners.append(copy.deepcopy(s.reference))
+                await s.until_reported(version)
+            await s.until_rollouts(40)
+            mixed = [r for r in s.rollouts if r.versions.min() < r.versions.max()]
+            assert len(mixed) >= 3, "no rollout was in flight during an update"
+            for rollout in mixed:
+                newest = rollout.versions.max()
+                truth = learners[newest].log_probs([*rollout.prompt_ids, *rollout.response_ids])
+                after = rollout.versions == newest
+                difference = np.abs(truth[len(rollout.prompt_ids) - 1 :].numpy() - rollout.old_log_probs)
+                assert difference[after].max() < EXACT
+                assert difference[~after].max() > EXACT, "the two versions are too near to tell apart"
+            assert not s.failures
 
     setting.run(scenario())
 

@@ -74,7 +74,7 @@ def running_view(config: Config | None = None) -> RunView:
                     uptime_s=seconds,
                     policy_version=3 + (i > 0),
                     running=64,
-                    last_sync=SYNC,
+                    recent_syncs=(SYNC,),
                 )
                 for i in range(3)
             ],

@@ -1,4 +1,4 @@
-"""A random Llama small enough for any test, and what plain Transformers computes with it."""
+"""Random models small enough for any test, and what plain Transformers computes with them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,22 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 EOS = 2
 
 
 def make_tiny_llama(folder: pathlib.Path, *, tied: bool, seed: int = 0) -> pathlib.Path:
-    """Weights and a character tokenizer in `folder`; log-probs are far from uniform, so that an error shows."""
+    """A Llama of `make_tiny_model`."""
+    return make_tiny_model(folder, family="llama", tied=tied, seed=seed)
+
+
+def make_tiny_model(folder: pathlib.Path, *, family: str, tied: bool, seed: int = 0) -> pathlib.Path:
+    """Weights and a character tokenizer in `folder`; log-probs are far from uniform, so that an error shows.
+
+    Attention is grouped. Qwen2 has biases besides, Qwen3 norms of queries and keys.
+    """
     torch.manual_seed(seed)
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *map(chr, range(32, 127))])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
@@ -24,13 +32,15 @@ def make_tiny_llama(folder: pathlib.Path, *, tied: bool, seed: int = 0) -> pathl
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
     ).save_pretrained(folder)
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        family,
         vocab_size=len(vocabulary),
         hidden_size=128,
         intermediate_size=352,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=32,
         max_position_embeddings=256,
         tie_word_embeddings=tied,
         bos_token_id=1,
@@ -38,7 +48,7 @@ def make_tiny_llama(folder: pathlib.Path, *, tied: bool, seed: int = 0) -> pathl
         pad_token_id=0,
         initializer_range=0.1,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 
@@ -46,7 +56,7 @@ class Reference:
     """The learner's side of the truth: a Transformers model whose weights the tests change."""
 
     def __init__(self, folder: pathlib.Path) -> None:
-        self.model: Any = LlamaForCausalLM.from_pretrained(folder).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
