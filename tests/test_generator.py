@@ -201,15 +201,15 @@ class Setting:
         )
         self._engine: Engine | None = None
 
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self.loop.run_until_complete(asyncio.wait_for(work, 60))
+    def run(self, work: Coroutine[Any, Any, Any], *, limit_s: float = 60) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(work, limit_s))
 
     def engine(self) -> Engine:
         """The shared one; a new one if a test has killed it."""
         if self._engine is None or not all(psutil.pid_exists(pid) for pid in self._engine.pids):
             self.close_engine()
             self._engine = Engine(self.config, model_path=str(self.folder))
-            self.run(self._engine.start())
+            self.run(self._engine.start(), limit_s=180)  # on a machine that others use too
         return self._engine
 
     def close_engine(self) -> None:
