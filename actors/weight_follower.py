@@ -75,6 +75,10 @@ class WeightFollower:
         self.recent_syncs: collections.deque[WeightAck] = collections.deque(maxlen=_REMEMBERED_SYNCS)
         self.syncs = 0
 
+    @property
+    def last_sync(self) -> WeightAck | None:
+        return self.recent_syncs[-1] if self.recent_syncs else None
+
     async def connect(self, address: str, *, curve: CurveKeys | None) -> None:
         """Join the channel.
 
