@@ -255,7 +255,7 @@ class AlgorithmConfig(_Section, frozen=True):
 class CriticConfig(_Section, frozen=True):
     """The value model of advantage=gae and vtrace; it shares the learner's betas, weight decay and warm-up of lr."""
 
-    lr: Annotated[float, Meta(gt=0)] = 1e-3
+    lr: Annotated[float, Meta(gt=0)] = 3e-4
     """Peak learning rate of the critic's AdamW."""
     warmup_steps: Whole = 0
     """First optimizer steps in which only the critic trains; the policy stays, and its version counts on."""

@@ -132,8 +132,9 @@ def test_values_are_zero_at_first_and_the_head_of_the_last_hidden_state_later(
 def test_values_in_bfloat16_are_close_to_float32_and_trained_in_float32(folder: pathlib.Path, mesh: DeviceMesh) -> None:
     results = []
     for dtype in ("float32", "bfloat16"):
-        tree = {"algorithm": {"advantage": "gae"}, "model": {"dtype": dtype}, "learner": {"warmup_steps": 0}}
-        critic, batch = Critic(folder, config_from_tree(tree), mesh=mesh), packed()
+        tree = {"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3}, "model": {"dtype": dtype}}
+        config = config_from_tree({**tree, "learner": {"warmup_steps": 0}})
+        critic, batch = Critic(folder, config, mesh=mesh), packed()
         for _ in range(3):
             batch.tokens["values"], batch.tokens["returns"] = critic.values(batch), torch.ones(batch.num_tokens)
             critic.fit([batch])

@@ -36,4 +36,4 @@ def test_a_run_with_a_critic_reaches_nine_tenths(name: str, tmp_path: pathlib.Pa
     assert len(metrics) == STEPS and metrics[0]["critic/value_mean"] == 0.0
     last = metrics[-1]
     assert abs(last["critic/value_mean"] - last["critic/return_mean"]) < 0.2
-    assert last["critic/loss"] < 0.3 * metrics[0]["critic/loss"]
+    assert last["critic/loss"] < 0.5 * metrics[0]["critic/loss"]
