@@ -20,7 +20,6 @@ One CPU thread. Prints one JSON line; times are medians, the ways taking turns.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import pathlib
@@ -33,6 +32,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import torch
@@ -173,7 +173,7 @@ def streamed_against_whole(folder: pathlib.Path, mesh: DeviceMesh, *, rounds: in
     config = config_from_tree({"learner": {"micro_batch_tokens": 1024}})  # several to a chunk, each of like lengths
     trainer = Trainer(Policy(folder, mesh=mesh, temperature=1.0), config)
     size, members = config.learner.groups_per_step, config.algorithm.group_size
-    rollouts = [dataclasses.replace(r, reward=float(i % 3)) for i, r in enumerate(long_tailed(size * members))]
+    rollouts = [msgspec.structs.replace(r, reward=float(i % 3)) for i, r in enumerate(long_tailed(size * members))]
     groups = [RolloutGroup(uid=str(g), rollouts=tuple(rollouts[g * members : (g + 1) * members])) for g in range(size)]
 
     def tail(chunk_size: int, interval_s: float) -> float:

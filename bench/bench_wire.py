@@ -1,17 +1,20 @@
-"""How fast one generator's rollouts reach the buffer process, against four other ways to send them.
+"""How fast one generator's rollouts reach the buffer process, against five other ways to send them.
 
-    ours    GeneratorClient -> Listener: laid out, sent, decoded and checked into Rollouts, acknowledged, with credit;
-            not inserted into a buffer (bench_buffer does that)
-    copy    the very frames that ours sends, made before the clock starts, over a bare PUSH/PULL pair, not looked at
-    pickle  pickled Rollout objects over the same pair
-    lists   msgspec with lists of numbers over the same pair, decoded
-    ray     ray.util.queue.Queue, put and get of Rollout objects
+    ours          GeneratorClient -> Listener: laid out, sent, decoded and checked into Rollouts, acknowledged, with
+                  credit; not inserted into a buffer (bench_buffer does that)
+    copy          the same bytes, one message a rollout, over a bare PUSH/PULL pair, not looked at: what a bare
+                  transport of rollouts is, and the aim's yardstick
+    copy_batched  the very frames that ours sends, which are of many rollouts each, over the same pair
+    pickle        pickled Rollout objects over the same pair
+    lists         msgspec with lists of numbers over the same pair, decoded
+    ray           ray.util.queue.Queue, put and get of Rollout objects
 
-Two processes each, over loopback; every way starts from what it sends (arrays, or lists for `lists`) and ends with
-what it would train on. The ways through the pair send one message a rollout, but for `copy`, which sends what ours
-sends: `bare_over_lists` is the most that any way could reach here with these messages. Prints one JSON line: rollouts
-per second (median of the rounds, the ways taking turns), the ratios, and the CPU time per rollout of the busier of the
-two processes: on an idle machine the rate is near its inverse, on a busy one (see `load`) it says more than the rate.
+Two processes each, over loopback; every way starts from what it sends (arrays, or lists for `lists`; the copies from
+frames that were made before the clock starts) and ends with what it would train on. All but ours and `copy_batched`
+send one message a rollout. Prints one JSON line: rollouts per second (median of the rounds, the ways taking turns),
+the ratios, and the CPU time per rollout of the busier of the two processes: on an idle machine the rate is near its
+inverse, on a busy one (see `load`) it says more than the rate. `sent_cpu_us` and `received_cpu_us` are ours on each
+side.
 
     python -m bench.bench_wire [--rounds 5] [--lengths 128 1024 8192] [--no-ray]
 """
@@ -42,7 +45,7 @@ from streamrl.errors import ClosedError
 from streamrl.records import Rollout
 from streamrl.transport import Listener
 
-SHARE = {"ours": 1.0, "copy": 1.0, "pickle": 1.0, "lists": 0.2, "ray": 0.03}  # of the rollouts; some ways are slow
+SHARE = {"ours": 1.0, "copy": 1.0, "copy_batched": 1.0, "pickle": 1.0, "lists": 0.2, "ray": 0.03}  # of the rollouts; some ways are slow
 
 
 class ListRollout(msgspec.Struct, array_like=True):
@@ -183,7 +186,12 @@ def send_lists(address: str, rollouts: list[ListRollout]) -> None:
 
 
 def as_frames(rollouts: list[Rollout]) -> list[list[wire.Frame]]:
-    """The deliveries that ours makes of them."""
+    """A message each."""
+    return [wire.encode_rollout(rollout) for rollout in rollouts]
+
+
+def as_deliveries(rollouts: list[Rollout]) -> list[list[wire.Frame]]:
+    """The messages that ours makes of them."""
     portions = portions_of([wire.Parcel.of(rollout) for rollout in rollouts])
     return [wire.encode_delivery(portion, number=i) for i, portion in enumerate(portions)]
 
@@ -192,19 +200,21 @@ def as_frames(rollouts: list[Rollout]) -> list[list[wire.Frame]]:
 PREPARE: dict[str, Callable[[list[Rollout]], list[Any]]] = {
     "ours": list,
     "copy": as_frames,
+    "copy_batched": as_deliveries,
     "pickle": list,
     "lists": as_lists,
 }
 WAYS: dict[str, tuple[Callable[[str, list[Any]], None], Callable[[Pipe, int], None]]] = {
     "ours": (send_ours, receive_ours),
     "copy": (send_copy, receive_copy),
+    "copy_batched": (send_copy, receive_copy),
     "pickle": (send_pickle, receive_pickle),
     "lists": (send_lists, receive_lists),
 }
 
 
-def measure(way: str, rollouts: list[Rollout]) -> tuple[float, float]:
-    """Rollouts per second, and CPU microseconds per rollout of the busier process."""
+def measure(way: str, rollouts: list[Rollout]) -> tuple[float, float, float]:
+    """Rollouts per second, and CPU microseconds per rollout of the sender and of the receiver."""
     prepared = PREPARE[way](rollouts)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
@@ -216,7 +226,8 @@ def measure(way: str, rollouts: list[Rollout]) -> tuple[float, float]:
         WAYS[way][0](address, prepared)
         send_s = time.process_time() - start
         seconds, receive_s = ours.recv()
-        return len(rollouts) * (1 - 1 / len(prepared)) / seconds, 1e6 * max(send_s, receive_s) / len(rollouts)
+        scale = 1e6 / len(rollouts)
+        return len(rollouts) * (1 - 1 / len(prepared)) / seconds, scale * send_s, scale * receive_s
     finally:
         process.join(30)
         process.kill()
@@ -258,13 +269,13 @@ def main() -> None:
         num_rollouts = min(20_000, 20_000_000 // length)
         rollouts = make_rollouts(length, num_rollouts)
         rates: dict[str, list[float]] = {}
-        costs: dict[str, list[float]] = {}
+        costs: dict[str, list[tuple[float, float]]] = {}  # of the sender and of the receiver
         for _ in range(options.rounds):
             for way in WAYS:
                 count = max(100, int(num_rollouts * SHARE[way]))
-                rate, cost = measure(way, rollouts[:count])
+                rate, *cost = measure(way, rollouts[:count])
                 rates.setdefault(way, []).append(rate)
-                costs.setdefault(way, []).append(cost)
+                costs.setdefault(way, []).append((cost[0], cost[1]))
             if not options.no_ray:
                 count = max(100, int(num_rollouts * SHARE["ray"]))
                 rates.setdefault("ray", []).append(measure_ray(rollouts[:count]))
@@ -272,13 +283,14 @@ def main() -> None:
         numbers[str(length)] = {f"{way}_per_s": round(rate) for way, rate in medians.items()} | {
             f"ours_over_{way}": round(medians["ours"] / rate, 2) for way, rate in medians.items() if way != "ours"
         }
-        numbers[str(length)]["bare_over_lists"] = round(medians["copy"] / medians["lists"], 2)
         numbers[str(length)]["ours_spread_per_s"] = [round(min(rates["ours"])), round(max(rates["ours"]))]
-        cpu_us = {way: statistics.median(values) for way, values in costs.items()}
+        cpu_us = {way: statistics.median(map(max, values)) for way, values in costs.items()}
         numbers[str(length)] |= {f"{way}_cpu_us": round(cost, 1) for way, cost in cpu_us.items()}
         numbers[str(length)] |= {
             f"{way}_cpu_over_ours": round(cost / cpu_us["ours"], 2) for way, cost in cpu_us.items() if way != "ours"
         }
+        for side, values in zip(("sent", "received"), zip(*costs["ours"], strict=True), strict=True):
+            numbers[str(length)][f"{side}_cpu_us"] = round(statistics.median(values), 1)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     print(
         json.dumps(

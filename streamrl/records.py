@@ -1,8 +1,8 @@
 """The records that travel between processes: data, no logic beyond derived values.
 
 Arrays are numpy on purpose: they go on the wire as raw bytes (`wire.py`) and become tensors only in
-`packing.py`. A record that holds an array is a plain frozen dataclass; a record of scalars is a msgspec Struct, so
-that it can be a message header as it is.
+`packing.py`. Records are msgspec Structs: one of scalars can be a message header as it is, and a `Rollout` is made
+several times faster than as a dataclass, which counts where they arrive (bench/bench_wire.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     task: dict[str, Any] = {}
 
 
-class RolloutTimings(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutTimings(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Seconds spent in each stage of one rollout."""
 
     queue_s: float = 0.0  # lease received -> first token
@@ -54,8 +54,7 @@ class RolloutTimings(msgspec.Struct, frozen=True, kw_only=True):
     finished_at: float = 0.0  # unix time of the score
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rollout:
+class Rollout(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # gc: it is in no cycle
     """One scored response of a group: what the generator sends and the learner trains on.
 
     Example: Rollout(uid="0-000017", member=3, attempt=0, response_ids=array([7, 1]), old_log_probs=array([-0.1, -0.7]),
@@ -72,7 +71,7 @@ class Rollout:
     versions: IntArray  # [T] policy version whose weights sampled the token
     incarnation: int = 0  # learner incarnation of those versions (the oldest one, if a rollout spans two)
     reward: float = 0.0
-    reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_parts: dict[str, float] = {}
     finish_reason: FinishReason = "stop"
     generator: str = ""
     timings: RolloutTimings = RolloutTimings()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -103,7 +102,7 @@ class End(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     reason: str
 
 
-class _RolloutHead(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+class _RolloutHead(msgspec.Struct, array_like=True, frozen=True, kw_only=True, gc=False):
     uid: Uid
     member: Index
     attempt: Index
@@ -112,7 +111,7 @@ class _RolloutHead(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     reward_parts: dict[str, float]
     finish_reason: FinishReason
     generator: Annotated[str, Meta(max_length=MAX_NAME)]
-    timings: tuple[float, float, float, float]
+    timings: RolloutTimings
     num_prompt: Index
     num_response: Annotated[int, Meta(ge=1, le=MAX_INDEX)]
 
@@ -129,8 +128,7 @@ class Delivery(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     failures: Annotated[list[Failure], Meta(max_length=MAX_DELIVERED)]
 
 
-@dataclass(frozen=True, slots=True)
-class Parcel:
+class Parcel(msgspec.Struct, frozen=True, gc=False):
     """A rollout or a failure that is ready to go into a `Delivery`: checked, and encoded but for its arrays."""
 
     content: Rollout | Failure
@@ -143,8 +141,11 @@ class Parcel:
         blamed on one rollout."""
         if isinstance(content, Rollout):
             _check(content)
-        head = encode(_head(content) if isinstance(content, Rollout) else content)
-        num_bytes = len(head) + (content.num_bytes if isinstance(content, Rollout) else 0)
+            head = encode(_head(content))
+            num_bytes = len(head) + content.num_bytes
+        else:
+            head = encode(content)
+            num_bytes = len(head)
         if len(head) > MAX_HEADER_BYTES // 2 or num_bytes > MAX_FRAME_BYTES:
             raise FrameError(
                 "size", f"{content.uid[:64]}/{content.member}: {num_bytes} bytes are too many for the wire"
@@ -173,14 +174,14 @@ def rollouts_from(message: Delivery, arrays: list[Array]) -> list[Rollout | Fram
 
 
 def _check(rollout: Rollout) -> None:
-    r, length = rollout, len(rollout.response_ids)
-    if not len(r.versions) == len(r.old_log_probs) == length:
-        raise FrameError("array", f"{r.uid}/{r.member}: response_ids, versions, old_log_probs differ in length")
+    r, shape = rollout, rollout.response_ids.shape
+    if not r.versions.shape == r.old_log_probs.shape == shape or not r.prompt_ids.ndim == len(shape) == 1:
+        raise FrameError("array", f"{r.uid}/{r.member}: response_ids, versions, old_log_probs differ in length, or not 1-d")
     if not r.prompt_ids.dtype == r.response_ids.dtype == r.versions.dtype == _INT or r.old_log_probs.dtype != _FLOAT:
         raise FrameError("array", f"{r.uid}/{r.member}: ids and versions must be int32, old_log_probs float32")
-    if length < 1 or not 1 <= len(r.uid) <= MAX_NAME or len(r.generator) > MAX_NAME:
+    if shape[0] < 1 or not 1 <= len(r.uid) <= MAX_NAME or len(r.generator) > MAX_NAME:
         raise FrameError("header", f"{r.uid[:64]!r}/{r.member}: no response, or names not within {MAX_NAME} characters")
-    if min(r.member, r.attempt, r.incarnation) < 0 or max(r.member, r.attempt, r.incarnation) > MAX_INDEX:
+    if not (0 <= r.member <= MAX_INDEX and 0 <= r.attempt <= MAX_INDEX and 0 <= r.incarnation <= MAX_INDEX):
         raise FrameError("header", f"{r.uid}/{r.member}: member, attempt or incarnation is not in [0, {MAX_INDEX}]")
 
 
@@ -292,7 +293,6 @@ def group_from(message: GroupMessage, arrays: list[Array]) -> RolloutGroup:
 
 
 def _head(rollout: Rollout) -> _RolloutHead:
-    t = rollout.timings
     return _RolloutHead(
         uid=rollout.uid,
         member=rollout.member,
@@ -302,7 +302,7 @@ def _head(rollout: Rollout) -> _RolloutHead:
         reward_parts=rollout.reward_parts,
         finish_reason=rollout.finish_reason,
         generator=rollout.generator,
-        timings=(t.queue_s, t.generate_s, t.reward_s, t.finished_at),
+        timings=rollout.timings,
         num_prompt=len(rollout.prompt_ids),
         num_response=len(rollout.response_ids),
     )
@@ -334,39 +334,40 @@ def _rollouts_from(heads: list[_RolloutHead], arrays: list[Array]) -> list[Rollo
         raise FrameError("array", f"{num_integers} and {num_log_probs} numbers announced, {came}")
     sound = _fault_in(integers, old_log_probs) is None  # if they are as a whole, each is
     rollouts: list[Rollout | FrameError] = []
-    p = t = 0
+    p = t = 0  # where the rollout's integers and log-probs begin
     for head in heads:
         response = p + head.num_prompt
-        versions, end, last = response + head.num_response, response + 2 * head.num_response, t + head.num_response
+        versions = response + head.num_response
+        end, last = versions + head.num_response, t + head.num_response
         fault = None if sound else _fault_in(integers[p:end], old_log_probs[t:last])
-        if not (math.isfinite(head.reward) and all(map(math.isfinite, head.reward_parts.values()))):
+        if not math.isfinite(head.reward) or (head.reward_parts and not _all_finite(head.reward_parts)):
             fault = "a reward that is not finite"
-        rollouts.append(
-            FrameError("value", f"{head.uid}/{head.member}: {fault}")
-            if fault is not None
-            else Rollout(
-                uid=head.uid,
-                member=head.member,
-                attempt=head.attempt,
-                prompt_ids=integers[p:response],
-                response_ids=integers[response:versions],
-                old_log_probs=old_log_probs[t:last],
-                versions=integers[versions:end],
-                incarnation=head.incarnation,
-                reward=head.reward,
-                reward_parts=head.reward_parts,
-                finish_reason=head.finish_reason,
-                generator=head.generator,
-                timings=RolloutTimings(
-                    queue_s=head.timings[0],
-                    generate_s=head.timings[1],
-                    reward_s=head.timings[2],
-                    finished_at=head.timings[3],
-                ),
+        if fault is None:
+            rollouts.append(
+                Rollout(
+                    uid=head.uid,
+                    member=head.member,
+                    attempt=head.attempt,
+                    prompt_ids=integers[p:response],
+                    response_ids=integers[response:versions],
+                    old_log_probs=old_log_probs[t:last],
+                    versions=integers[versions:end],
+                    incarnation=head.incarnation,
+                    reward=head.reward,
+                    reward_parts=head.reward_parts,
+                    finish_reason=head.finish_reason,
+                    generator=head.generator,
+                    timings=head.timings,
+                )
             )
-        )
+        else:
+            rollouts.append(FrameError("value", f"{head.uid}/{head.member}: {fault}"))
         p, t = end, last
     return rollouts
+
+
+def _all_finite(reward_parts: dict[str, float]) -> bool:
+    return all(map(math.isfinite, reward_parts.values()))
 
 
 def _fault_in(integers: Array, old_log_probs: Array) -> str | None:
