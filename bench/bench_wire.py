@@ -81,7 +81,7 @@ def make_rollouts(length: int, count: int) -> list[Rollout]:
     ]
 
 
-# -- receivers: report the address, take `count` messages, report the seconds from the first to the last --------------
+# -- receivers: report the address, take `count` messages, report the seconds from the first to the last, CPU seconds -
 
 
 def receive_ours(pipe: Pipe, count: int) -> None:
@@ -216,7 +216,9 @@ WAYS: dict[str, tuple[Callable[[str, list[Any]], None], Callable[[Pipe, int], No
 def measure(way: str, rollouts: list[Rollout]) -> tuple[float, float, float]:
     """Rollouts per second, and CPU microseconds per rollout of the sender and of the receiver."""
     prepared = PREPARE[way](rollouts)
-    context = multiprocessing.get_context("fork")
+    # not a child of this process: after a fork, each page of the rollouts that either side touches is copied
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["buffers.client", "buffers.server"])
     ours, theirs = context.Pipe()
     process = context.Process(target=WAYS[way][1], args=(theirs, len(prepared)))
     process.start()

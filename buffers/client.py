@@ -26,6 +26,7 @@ from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from buffers.shards import Shard
 from streamrl import wire
@@ -65,10 +66,12 @@ class GeneratorClient:
         self._cancels: Mailbox[str] = Mailbox()
         self._held: dict[tuple[str, int], int] = {}  # (uid, member) -> attempt; leased and not acknowledged
         self._outbox: list[wire.Parcel] = []
+        self._outbox_bytes = 0
         self._unsaid_credit = 0  # granted and not yet sent
         self._unsent = asyncio.Event()  # something of these two
         self._sent: dict[int, list[wire.Parcel]] = {}  # by number of the delivery, rollouts first
         self._numbers = itertools.count()
+        self._layout = np.empty(DELIVERY_BYTES // 4, dtype=np.int32)  # in which deliveries are laid out
         self._num_unacknowledged = 0  # in the outbox or sent
         self._unacknowledged_bytes = 0
         self._window = wire.GeneratorWelcome(window_rollouts=1, window_bytes=1)
@@ -158,6 +161,8 @@ class GeneratorClient:
             await asyncio.wait(self._tasks)
 
     async def _deliver(self, parcel: wire.Parcel) -> None:
+        if self._outbox_bytes + parcel.num_bytes > DELIVERY_BYTES:
+            await asyncio.sleep(0)  # a message is full: it is under way while the caller makes the next
         while self._ended is None and not self._fits(parcel.num_bytes):
             self._room.clear()
             await self._room.wait()
@@ -166,19 +171,21 @@ class GeneratorClient:
         self._num_unacknowledged += 1
         self._unacknowledged_bytes += parcel.num_bytes
         self._outbox.append(parcel)
+        self._outbox_bytes += parcel.num_bytes
         self._unsent.set()
 
     async def _send_unsent(self) -> None:
         """What is ready at one moment goes out together, then the credit that was granted meanwhile."""
         while self._ended is None:
             self._unsent.clear()
-            outbox, self._outbox = self._outbox, []
+            outbox, self._outbox, self._outbox_bytes = self._outbox, [], 0
             for parcels in portions_of(outbox):
                 rollouts = [p for p in parcels if isinstance(p.content, Rollout)]
                 failures = [p for p in parcels if isinstance(p.content, Failure)]
                 number = next(self._numbers)
                 self._sent[number] = [*rollouts, *failures]
-                await self._connection.send(wire.encode_delivery(rollouts, failures, number=number))
+                frames = wire.encode_delivery(rollouts, failures, number=number, room=self._layout)
+                await self._connection.send(frames)
             credit = self._unsaid_credit
             if credit and await self._connection.send(wire.pack(wire.Request(num_members=credit))):
                 self._unsaid_credit = 0
@@ -224,6 +231,7 @@ class GeneratorClient:
             await self._connection.send(wire.pack(self._version))
         sent, self._sent = self._sent, {}
         self._outbox = [*itertools.chain.from_iterable(sent.values()), *self._outbox]
+        self._outbox_bytes = sum(parcel.num_bytes for parcel in self._outbox)
         self._unsent.set()
 
     def _handle(self, message: Message) -> None:

@@ -153,14 +153,21 @@ class Parcel(msgspec.Struct, frozen=True, gc=False):
         return cls(content, msgspec.Raw(head), num_bytes)
 
 
-def encode_delivery(rollouts: Sequence[Parcel], failures: Sequence[Parcel] = (), *, number: int) -> list[Frame]:
+def encode_delivery(
+    rollouts: Sequence[Parcel], failures: Sequence[Parcel] = (), *, number: int, room: Array | None = None
+) -> list[Frame]:
     """Two frames, or one without rollouts.
+
+    Args:
+        room: int32; if the arrays fit into it they are laid out there, and the frame is a view of it. Fresh memory for
+            each delivery costs more than the copy. It may be used again when the frames are sent: a send copies them.
 
     Raises:
         FrameError: reason `size`, if they are too many for one message.
     """
     body = (number, [parcel.head for parcel in rollouts], [parcel.head for parcel in failures])
-    return frames_of(Delivery, body, *_laid_out([p.content for p in rollouts if isinstance(p.content, Rollout)]))
+    contents = [p.content for p in rollouts if isinstance(p.content, Rollout)]
+    return frames_of(Delivery, body, *_laid_out(contents, room))
 
 
 def rollouts_from(message: Delivery, arrays: list[Array]) -> list[Rollout | FrameError]:
@@ -308,14 +315,17 @@ def _head(rollout: Rollout) -> _RolloutHead:
     )
 
 
-def _laid_out(rollouts: Sequence[Rollout]) -> tuple[list[tuple[str, int]], list[Array]]:
+def _laid_out(
+    rollouts: Sequence[Rollout], room: Array | None = None
+) -> tuple[list[tuple[str, int]], list[Array]]:
     """The two arrays of these rollouts: what a header says of them, and their numbers in one buffer."""
     if not rollouts:
         return [], []
     integers = [array for r in rollouts for array in (r.prompt_ids, r.response_ids, r.versions)]
     log_probs = [r.old_log_probs for r in rollouts]
     num_integers, num_log_probs = sum(map(len, integers)), sum(map(len, log_probs))
-    buffer = np.empty(num_integers + num_log_probs, _INT)
+    length = num_integers + num_log_probs
+    buffer = np.empty(length, _INT) if room is None or length > len(room) else room[:length]
     np.concatenate(integers, out=buffer[:num_integers])
     np.concatenate(log_probs, out=buffer[num_integers:].view(_FLOAT))
     return [(_INT.str, num_integers), (_FLOAT.str, num_log_probs)], [buffer]
