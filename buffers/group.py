@@ -81,16 +81,17 @@ def arrived_bits(lengths: list[int], unused: list[tuple[int, int]]) -> int:
     return taken | sum(1 << m for m in {m for m, _ in unused})
 
 
-def is_well_formed(rollout: Rollout, *, group_size: int) -> bool:
-    """Whether a rollout can be a member: known member, right types and shapes, finite numbers.
+def is_well_formed(rollout: Rollout) -> bool:
+    """Whether a rollout can be a member of some group: right types and shapes, finite numbers.
 
-    What passes can also be written to the journal and read again (streamrl/wire.py has the same limits).
+    What passes can also be written to the journal and read again: streamrl/wire.py has the same limits, so what came
+    over the wire passes.
     """
     length = len(rollout.response_ids)
     ids = (rollout.prompt_ids, rollout.response_ids, rollout.versions)
     return (
         0 < len(rollout.uid) <= 256
-        and 0 <= rollout.member < group_size
+        and rollout.member >= 0
         and rollout.attempt >= 0
         and length > 0
         and all(a.dtype == np.int32 and a.ndim == 1 and (len(a) == 0 or int(a.min()) >= 0) for a in ids)

@@ -107,13 +107,12 @@ class ReplayBuffer:
 
     def insert(self, rollout: Rollout) -> InsertOutcome:
         """Take one rollout. Idempotent: the same member again is a `duplicate`, whatever its attempt."""
-        with self._operation(acknowledges=True):
-            return self._insert(rollout)
+        return self.insert_many([rollout])[0]
 
-    def insert_many(self, rollouts: Sequence[Rollout]) -> list[InsertOutcome]:
-        """Like `insert` of each, with one write to the journal."""
+    def insert_many(self, rollouts: Sequence[Rollout], *, from_wire: bool = False) -> list[InsertOutcome]:
+        """Like `insert` of each, with one write to the journal. `from_wire`: `wire.rollouts_from` has checked them."""
         with self._operation(acknowledges=True):
-            return [self._insert(rollout) for rollout in rollouts]
+            return [self._insert(rollout, from_wire) for rollout in rollouts]
 
     def fail(self, failure: Failure) -> RefillDecision:
         """A member could not be generated or scored."""
@@ -332,9 +331,9 @@ class ReplayBuffer:
         finally:
             self._waits.pop(me, None)
 
-    def _insert(self, rollout: Rollout) -> InsertOutcome:
+    def _insert(self, rollout: Rollout, from_wire: bool) -> InsertOutcome:
         shelf = self._shelf
-        if not is_well_formed(rollout, group_size=self._group_size):
+        if not (0 <= rollout.member < self._group_size and (from_wire or is_well_formed(rollout))):
             return self._reject("malformed")
         arrived = shelf.arrived(rollout.uid)
         if arrived is None:

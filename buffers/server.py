@@ -306,7 +306,7 @@ class BufferServer:
         arrived, self._arrived = self._arrived, []
         decoded = [self._rollouts_of(*delivery) for delivery in arrived]
         sound = [rollout for rollouts in decoded for rollout in rollouts if isinstance(rollout, Rollout)]
-        outcomes = iter(self.buffer.insert_many(sound) if sound else [])
+        outcomes = iter(self.buffer.insert_many(sound, from_wire=True) if sound else [])
         for (generator, delivery, _), rollouts in zip(arrived, decoded, strict=True):
             others: list[tuple[int, str, str]] = []
             for place, rollout in enumerate(rollouts):

@@ -183,7 +183,7 @@ def rollouts_from(message: Delivery, arrays: list[Array]) -> list[Rollout | Fram
 def _check(rollout: Rollout) -> None:
     r, shape = rollout, rollout.response_ids.shape
     if not r.versions.shape == r.old_log_probs.shape == shape or not r.prompt_ids.ndim == len(shape) == 1:
-        raise FrameError("array", f"{r.uid}/{r.member}: response_ids, versions, old_log_probs differ in length, or not 1-d")
+        raise FrameError("array", f"{r.uid}/{r.member}: response_ids, versions and old_log_probs differ in shape")
     if not r.prompt_ids.dtype == r.response_ids.dtype == r.versions.dtype == _INT or r.old_log_probs.dtype != _FLOAT:
         raise FrameError("array", f"{r.uid}/{r.member}: ids and versions must be int32, old_log_probs float32")
     if shape[0] < 1 or not 1 <= len(r.uid) <= MAX_NAME or len(r.generator) > MAX_NAME:
@@ -315,9 +315,7 @@ def _head(rollout: Rollout) -> _RolloutHead:
     )
 
 
-def _laid_out(
-    rollouts: Sequence[Rollout], room: Array | None = None
-) -> tuple[list[tuple[str, int]], list[Array]]:
+def _laid_out(rollouts: Sequence[Rollout], room: Array | None = None) -> tuple[list[tuple[str, int]], list[Array]]:
     """The two arrays of these rollouts: what a header says of them, and their numbers in one buffer."""
     if not rollouts:
         return [], []

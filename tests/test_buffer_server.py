@@ -609,7 +609,7 @@ def test_rollouts_that_are_ready_together_are_one_message_and_one_answer() -> No
         async with serving(small_config()) as (server, address), generator(address) as client:
             deliveries = []
             insert_many = server.buffer.insert_many
-            server.buffer.insert_many = lambda r: deliveries.append(len(r)) or insert_many(r)  # type: ignore[method-assign,func-returns-value]
+            server.buffer.insert_many = lambda r, **k: deliveries.append(len(r)) or insert_many(r, **k)  # type: ignore[method-assign,func-returns-value]
             for i in range(50):
                 await client.send(make_rollout(f"mine-{i}"))
             await until(lambda: client.unacknowledged == 0)
@@ -617,8 +617,10 @@ def test_rollouts_that_are_ready_together_are_one_message_and_one_answer() -> No
             big = client_module.DELIVERY_BYTES // 16
             for i in range(3):
                 await client.send(make_rollout(f"big-{i}", length=big))  # two do not fit into one message
+                await client.send(make_rollout(f"small-{i}"))
+            assert len(client._sent) == 2, "a full message is under way before the caller waits for anything"
             await until(lambda: client.unacknowledged == 0)
-            assert sum(deliveries) == 53 and client.outcomes == {"rejected": 53}
+            assert sum(deliveries) == 56 and client.outcomes == {"rejected": 56}
 
     run(main())
 

@@ -335,7 +335,9 @@ def test_a_response_that_was_cut_is_worth_its_reward_and_no_more(
     for reason in ("stop", "length"):
         trainer, _, _ = made(folder, mesh, config_of("vtrace", budget=4096))
         groups = [
-            RolloutGroup(uid=g.uid, rollouts=tuple(msgspec.structs.replace(r, finish_reason=reason) for r in g.rollouts))
+            RolloutGroup(
+                uid=g.uid, rollouts=tuple(msgspec.structs.replace(r, finish_reason=reason) for r in g.rollouts)
+            )
             for g in batch_of(0)
         ]
         trainer.step(shard_of(groups, groups), policy_version=0)

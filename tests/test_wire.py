@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mutations import mutated
 from stand_ins import make_rollout
 
+from buffers.group import is_well_formed
 from streamrl import frames as frames_module
 from streamrl import wire
 from streamrl.errors import WireError
@@ -187,8 +188,10 @@ def test_wrong_dtypes_shapes_and_counts_are_refused_by_reason() -> None:
 
 
 def test_arrays_that_are_no_rollouts_are_refused_at_the_sender() -> None:
-    with pytest.raises(wire.FrameError, match="^array: 0-000000/0: response_ids, versions, old_log_probs differ"):
+    with pytest.raises(wire.FrameError, match="^array: 0-000000/0: response_ids, versions and old_log_probs differ"):
         wire.encode_rollout(make_rollout(versions=np.zeros(4, dtype=np.int32)))
+    with pytest.raises(wire.FrameError, match="^array: 0-000000/0: response_ids, versions and old_log_probs differ"):
+        wire.encode_rollout(make_rollout(prompt_ids=np.zeros((2, 2), dtype=np.int32)))
     with pytest.raises(wire.FrameError, match="^array: 0-000000/0: ids and versions must be int32"):
         wire.encode_rollout(make_rollout(old_log_probs=np.zeros(5, dtype=np.float64)))
 
@@ -281,7 +284,8 @@ def test_mutated_frames_never_crash_and_never_grow_memory() -> None:
         try:
             message, arrays = codec.unpack(frames)
             if isinstance(message, wire.Delivery):
-                wire.rollouts_from(message, arrays)
+                taken = [r for r in wire.rollouts_from(message, arrays) if isinstance(r, Rollout)]
+                assert all(map(is_well_formed, taken)), "the buffer does not check again what came over the wire"
             elif isinstance(message, wire.GroupMessage):
                 wire.group_from(message, arrays)
             elif isinstance(message, Lease):
