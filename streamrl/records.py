@@ -7,7 +7,6 @@ several times faster than as a dataclass, which counts where they arrive (bench/
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -20,8 +19,7 @@ FloatArray = npt.NDArray[np.float32]
 FinishReason = Literal["stop", "length"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt instance. Its `group_size` sampled responses form one group.
 
     Example: Prompt(uid="0-000017", index=17, prompt_ids=array([5, 9, 2]), task={"source": "chain_sum", ...}).
@@ -30,7 +28,7 @@ class Prompt:
     uid: str  # "<epoch>-<position>", unique in a run
     index: int  # position in the data set, 0-based
     prompt_ids: IntArray  # [P]
-    task: dict[str, Any] = field(default_factory=dict)  # what the reward needs; msgpack-able
+    task: dict[str, Any] = {}  # what the reward needs; msgpack-able
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,8 +102,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutGroup:
+class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
     """The members of one uid, ready to train on."""
 
     uid: str

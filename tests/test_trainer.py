@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 import socket
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -315,8 +315,8 @@ def test_the_mismatch_leaves_out_rollouts_that_span_two_versions(folder: pathlib
                 versions = np.full(length, 1, dtype=np.int32)
                 versions[0] = version
                 fields = {name: np.resize(getattr(rollout, name), length) for name in ("response_ids", "old_log_probs")}
-                rollouts.append(dataclasses.replace(rollout, versions=versions, **fields))
-            groups.append(dataclasses.replace(group, rollouts=tuple(rollouts)))
+                rollouts.append(msgspec.structs.replace(rollout, versions=versions, **fields))
+            groups.append(msgspec.structs.replace(group, rollouts=tuple(rollouts)))
         return groups
 
     mixed, whole = began_at(0), began_at(1)
