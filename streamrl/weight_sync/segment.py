@@ -25,6 +25,7 @@ Nothing here waits.
 from __future__ import annotations
 
 import hashlib
+import logging
 import mmap
 import os
 import pathlib
@@ -39,6 +40,8 @@ import torch
 
 from streamrl.errors import WeightSyncError
 from streamrl.weight_sync.layout import Layout, Payload, own_shards, round_up
+
+logger = logging.getLogger(__name__)
 
 NUM_SLOTS = 2
 SHADOW_ENGINE = "streamrl_shadow"
@@ -96,6 +99,7 @@ class _Mapping:
     def __init__(self, path: pathlib.Path, memory: mmap.mmap) -> None:
         self.path = path
         self._memory = memory
+        self._pinned = False
         # Two bytes views: NumPy for copies, and a typed one per counter page.
         self._bytes = np.frombuffer(memory, dtype=np.uint8)
         if bytes(self._bytes[: len(_MAGIC)]) != _MAGIC:
@@ -128,8 +132,20 @@ class _Mapping:
         """What a reader must be told to find version number `sequence`."""
         return {"segment": str(self.path), "nonce": self.nonce, "sequence": sequence}
 
+    def pin(self) -> None:
+        """Let this process's GPU read and write the memory without the CPU's help, eight times as fast. Where the system
+        refuses (the limit of locked memory), copies stay right and slow."""
+        cuda = torch.cuda.cudart()
+        error = cuda.cudaHostRegister(self._bytes.ctypes.data, self._bytes.nbytes, 0)
+        self._pinned = error == cuda.cudaError.success
+        if not self._pinned:
+            logger.warning("%s is not pinned (%s): weights take longer to and from the GPU", self.path, error)
+
     def close(self) -> None:
         """Drop the mapping; idempotent. The file itself stays."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.ctypes.data)
+            self._pinned = False
         self._begin, self._end, self._payload = [], [], []
         self._bytes = np.empty(0, dtype=np.uint8)
         try:
@@ -210,8 +226,10 @@ class SegmentWriter(_Mapping):
         for name, local, offset in own_shards(parameters, rank=self._rank):
             target = self._places[name].tensor(self._payload[slot])
             window = target[tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))]
-            window.copy_(local)
+            window.copy_(local, non_blocking=True)
             written += window.numel() * window.element_size()
+        if self._pinned:
+            torch.cuda.current_stream().synchronize()
         self._end[slot][self._rank] = sequence
         return written
 
@@ -264,6 +282,11 @@ class SegmentReader(_Mapping):
         self._require(sequence)
         payload = self._payload[sequence % self.header.num_slots]
         return [(entry.name, entry.tensor(payload)) for entry in self.layout.entries]
+
+    def payload(self, sequence: int) -> torch.Tensor:
+        """The bytes of version number `sequence`, where they lie; as `view`."""
+        self._require(sequence)
+        return torch.from_numpy(self._payload[sequence % self.header.num_slots])
 
     def holds(self, sequence: int) -> bool:
         """Whether version number `sequence` is whole at this moment."""

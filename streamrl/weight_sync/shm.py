@@ -33,6 +33,9 @@ class ShmOutlet:
         barrier()
         if s.rank != 0:
             self._segment = SegmentWriter.attach(s.run_name, rank=s.rank)
+        assert self._segment is not None
+        if any(tensor.is_cuda for tensor in s.parameters.values()):
+            self._segment.pin()
 
     def write(self, sequence: int) -> int:
         assert self._segment is not None, "write before start"

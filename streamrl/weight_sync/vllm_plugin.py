@@ -28,6 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from streamrl.weight_sync.direct_load import DirectLoad
 from streamrl.weight_sync.segment import OWNER_VARIABLE, SHADOW_ENGINE, SegmentReader, TornReadError
 
 
@@ -84,6 +85,9 @@ class ShadowLoader(WeightTransferEngine[ShadowInitInfo, ShadowUpdateInfo]):  # t
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._reader: SegmentReader | None = None
+        self._buffer: torch.Tensor | None = None  # a version on the GPU
+        self._plan: DirectLoad | None = None
+        self._watched = False
 
     def init_transfer_engine(self, init_info: ShadowInitInfo) -> None:
         pass
@@ -107,13 +111,35 @@ class ShadowLoader(WeightTransferEngine[ShadowInitInfo, ShadowUpdateInfo]):  # t
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        weights = self._attach(update_info).view(update_info.sequence)
+        reader = self._attach(update_info)
+        if self.device.type == "cuda" and self._load_directly(reader, update_info.sequence):
+            return
+        weights = reader.view(update_info.sequence)
         # A plain load_weights would fail on a CPU, where the engine has packed its weights, and leave captured CUDA
         # graphs with old storage: the layerwise reload rebuilds each layer and copies it into place.
         initialize_layerwise_reload(self.model)
         self.model.load_weights(iter(weights))
         finalize_layerwise_reload(self.model, self.model_config)
         _mend_tied_heads(self.model)
+
+    def _load_directly(self, reader: SegmentReader, sequence: int) -> bool:
+        """By plain copies on the GPU, where an engine leaves dense weights as they were loaded; False if they do not
+        make up the whole load, and the model needs one in full."""
+        payload = reader.payload(sequence)
+        if self._watched and self._plan is None:
+            return False
+        if self._buffer is None:
+            self._buffer = torch.empty(reader.num_bytes, dtype=torch.uint8, device=self.device)
+        torch.accelerator.synchronize()  # a step may still be reading the weights
+        self._buffer.copy_(payload, non_blocking=True)
+        if self._plan is not None:
+            self._plan()
+        else:
+            self._watched = True
+            self._plan = DirectLoad.watch(self.model, reader.layout, self._buffer)
+            if self._plan is None:
+                self._buffer = None
+        return self._plan is not None
 
     def shutdown(self) -> None:
         if self._reader is not None:
@@ -126,6 +152,8 @@ class ShadowLoader(WeightTransferEngine[ShadowInitInfo, ShadowUpdateInfo]):  # t
             self._reader = SegmentReader.open(info.segment, writable=True)
             if self._reader.nonce != info.nonce:
                 raise TornReadError(f"{info.segment} is now another shadow")
+            if self.device.type == "cuda":
+                self._reader.pin()
         return self._reader
 
 
