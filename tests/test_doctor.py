@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from actors import doctor
 from actors.cli import run
@@ -123,3 +124,22 @@ def test_an_engine_starts_agrees_takes_new_weights_and_refuses_wrong_ones(checks
     assert "mean difference" in texts[1]
     assert "after weights that moved it by" in texts[2]
     assert texts[3].startswith("refused, as they must be: its probe is off by")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("eager", [True, False])
+def test_an_engine_on_a_gpu_does_the_same(eager: bool, model_cache: pathlib.Path) -> None:
+    settings = [
+        f"model.cache_dir={model_cache}",
+        "model.warm_up.steps=3",
+        "model.dtype=bfloat16",
+        "generator.gpus=0.4",
+        "generator.gpu_memory_utilization=0.1",
+        "generator.kv_cache_bytes=67108864",
+        f"generator.enforce_eager={str(eager).lower()}",
+        "learner.gpus=0.4",
+    ]
+    with engine_checks(load_config("configs/quickstart.yaml", [*settings, "eval.num_prompts=0"])) as found:
+        texts = [work() for _, work in found]
+    assert texts[-1].startswith("refused, as they must be: its probe is off by")

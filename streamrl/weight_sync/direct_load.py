@@ -64,11 +64,11 @@ def device_views(layout: Layout, payload: Tensor) -> list[tuple[str, Tensor]]:
     ]
 
 
-class _Watcher(TorchDispatchMode):
+class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes copies from the payload's memory into the parameters', of equal shape and dtype."""
 
     def __init__(self, payload: Tensor, parameters: set[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._payload = payload.untyped_storage().data_ptr()
         self._parameters = parameters
         self.targets: list[Tensor] = []
@@ -94,7 +94,7 @@ def _covers(layout: Layout, sources: Sequence[Tensor]) -> bool:
     for source in sources:
         if not source.is_contiguous():
             return False  # its bytes are not an interval; no loader of a dense model takes a transposed one
-        begin = source.storage_offset() * source.element_size()
+        begin = int(source.storage_offset()) * source.element_size()
         index = bisect.bisect_right(starts, begin) - 1
         pieces[index].append((begin, begin + source.numel() * source.element_size()))
     for entry, intervals in zip(layout.entries, pieces, strict=True):

@@ -32,7 +32,7 @@ import pathlib
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -133,9 +133,9 @@ class _Mapping:
         return {"segment": str(self.path), "nonce": self.nonce, "sequence": sequence}
 
     def pin(self) -> None:
-        """Let this process's GPU read and write the memory without the CPU's help, eight times as fast. Where the system
-        refuses (the limit of locked memory), copies stay right and slow."""
-        cuda = torch.cuda.cudart()
+        """Let this process's GPU read and write the memory by itself. Where the system refuses (the limit of locked
+        memory), copies stay right and take the way through the CPU."""
+        cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         error = cuda.cudaHostRegister(self._bytes.ctypes.data, self._bytes.nbytes, 0)
         self._pinned = error == cuda.cudaError.success
         if not self._pinned:
@@ -144,7 +144,8 @@ class _Mapping:
     def close(self) -> None:
         """Drop the mapping; idempotent. The file itself stays."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.ctypes.data)
+            cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            cuda.cudaHostUnregister(self._bytes.ctypes.data)
             self._pinned = False
         self._begin, self._end, self._payload = [], [], []
         self._bytes = np.empty(0, dtype=np.uint8)
