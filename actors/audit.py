@@ -209,10 +209,15 @@ def _check_learner(config: Config, stats: BufferStats, steps: Steps, *, version:
     rollouts, tokens = (int(sum(s[f"learner/{name}"] for s in steps)) for name in ("rollouts", "response_tokens"))
     out, out_tokens = stats.generated_rollouts.get("trained", 0), stats.generated_tokens.get("trained", 0)
     all_steps = final and version == len(steps)  # a run that was interrupted may lack the records of its last steps
+    # A greedy response goes out with its group and is not trained on, so its tokens are known to the buffer only.
+    baselines = stats.trained if config.algorithm.has_baseline else 0
+    exact = tokens < out_tokens if baselines else tokens == out_tokens
     yield Finding(
-        (rollouts, tokens) == (out, out_tokens) if all_steps else rollouts <= out and tokens <= out_tokens,
+        rollouts + baselines == out and exact if all_steps else rollouts <= out and tokens <= out_tokens,
         f"the learner trained on {rollouts} rollouts of {tokens} response tokens in {len(steps)} steps; "
-        f"the buffer handed out {out} of {out_tokens}" + ("" if all_steps else f" in {version} or more"),
+        f"the buffer handed out {out} of {out_tokens}"
+        + (f", {baselines} greedy ones among them" if baselines else "")
+        + ("" if all_steps else f" in {version} or more"),
     )
 
 
@@ -221,7 +226,7 @@ def _read_journal(config: Config, run_dir: pathlib.Path) -> tuple[BufferStats | 
     if config.buffer.journal == "off" or not has_journal(path):
         return None, None
     try:
-        return read_books(path, group_size=config.algorithm.group_size), None
+        return read_books(path, group_size=config.algorithm.num_members), None
     except ValueError as error:
         return None, Finding(False, f"the journal cannot be read: {error}")
 

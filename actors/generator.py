@@ -239,7 +239,7 @@ class Generator:
             completion = await self._complete(
                 prompt_ids.tolist(),
                 key=f"{lease.uid}/{member}/{attempt}",
-                temperature=self._config.generator.temperature,
+                temperature=self._temperature_of(member),
                 seed=_seed(self._config.run.seed, lease.uid, member, attempt),
             )
             seat.leave()
@@ -285,6 +285,12 @@ class Generator:
                 ),
             )
         )
+
+    def _temperature_of(self, member: int) -> float:
+        """0 decodes the baseline member greedily."""
+        algorithm = self._config.algorithm
+        greedy = algorithm.has_baseline and member == algorithm.group_size
+        return 0.0 if greedy else self._config.generator.temperature
 
     async def _complete(self, prompt_ids: list[int], *, key: str, temperature: float, seed: int) -> Completion:
         """One response, started again for as long as the weights change before its first token.

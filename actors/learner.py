@@ -337,7 +337,7 @@ class Learner:
     def _refuse_stale(self, group: RolloutGroup) -> None:
         bound = self._config.buffer.max_staleness
         staleness = self._version - group.min_version
-        newest = max(int(r.versions.max()) for r in group.rollouts)
+        newest = max(int(r.versions.max()) for r in group.members)
         if staleness > bound or newest > self._version:
             raise StaleRolloutError(
                 f"{self._name} was given group {group.uid} with versions {group.min_version} to {newest} at "

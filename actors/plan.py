@@ -81,7 +81,7 @@ def make_plan(config: Config, run_dir: pathlib.Path, *, quick: bool = False) -> 
         check_reward(c)
     check_custom_functions(c)
     parameters = _num_parameters(c, kind)
-    admitted = (c.buffer.max_staleness + 1) * c.rollouts_per_step
+    admitted = (c.buffer.max_staleness + 1) * c.learner.groups_per_step * c.algorithm.num_members
     rollout_bytes = 4 * c.data.max_prompt_tokens + 12 * c.generator.max_new_tokens  # ids; ids, log-probs, versions
     processes = _processes(c, parameters, admitted * rollout_bytes)
     return Plan(
@@ -137,7 +137,7 @@ def _arithmetic(c: Config, *, num_train: int, buffered_bytes: int) -> list[tuple
         ),
         (
             "admission",
-            f"(S + 1) x B = ({bound} + 1) x {groups} = {admitted} groups, {admitted * c.algorithm.group_size} members "
+            f"(S + 1) x B = ({bound} + 1) x {groups} = {admitted} groups, {admitted * c.algorithm.num_members} members "
             "generated ahead of the learner",
         ),
         ("buffer", f"at most {_bytes(buffered_bytes)} of {_bytes(c.buffer.max_bytes)}"),
@@ -178,7 +178,7 @@ def _warnings(c: Config, processes: Sequence[ProcessPlan], *, num_gpus: int, num
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if _total(processes) > memory and not c.ray.address:
         found.append(f"about {_bytes(_total(processes))} of memory is needed, and this machine has {_bytes(memory)}.")
-    admitted = (c.buffer.max_staleness + 1) * c.rollouts_per_step
+    admitted = (c.buffer.max_staleness + 1) * c.learner.groups_per_step * c.algorithm.num_members
     slots = c.generator.count * c.generator.concurrency
     if slots > admitted:
         found.append(

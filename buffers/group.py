@@ -24,10 +24,11 @@ class Group:
     uid: str
     index: int  # order of issue
     issued_at: float  # the buffer's clock
-    members: list[Rollout | None]  # [n]; all None while only the journal holds them
+    members: list[Rollout | None]  # [n], a greedy one last; all None while only the journal holds them
     attempts: list[int]  # [n] newest attempt known of each member
     lengths: list[int]  # [n] response tokens; 0 while missing
     state: State = "in_flight"
+    has_baseline: bool = False  # the last member is greedy: its reward is what the others' are compared with
     note: bytes = b""  # the issuer's own, e.g. the prompt
     given_up: set[int] = field(default_factory=set)  # failed members that are not generated again
     unused: list[tuple[int, int]] = field(
@@ -61,6 +62,20 @@ class Group:
     def rewards(self) -> npt.NDArray[np.float64]:
         return np.array([r.reward for r in self.rollouts], dtype=np.float64)
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any advantage differs from 0: with a greedy member also where only its reward differs."""
+        return bool(np.ptp(self.rewards) != 0)
+
+    @property
+    def spread(self) -> float:
+        """Root mean square of the rewards about their baseline: about their mean, so a standard deviation, or, with a
+        greedy member, of the others about its reward."""
+        rewards = self.rewards
+        if self.has_baseline:
+            return float(np.sqrt(np.mean((rewards[:-1] - rewards[-1]) ** 2)))
+        return float(rewards.std())
+
     def waits_for(self, member: int, attempt: int) -> bool:
         """Whether a failure of this attempt is news: the member may still come, and no newer attempt is under way."""
         return member in self.open and attempt >= self.attempts[member]
@@ -72,7 +87,13 @@ class Group:
 
     def as_sample(self, *, use: int) -> RolloutGroup:
         """What the learner gets for its `use`-th use, counted from 1."""
-        return RolloutGroup(uid=self.uid, rollouts=self.rollouts, times_sampled=use, probability=self.probability)
+        rollouts, baseline = self.rollouts, None
+        if self.has_baseline:
+            *sampled, baseline = rollouts
+            rollouts = tuple(sampled)
+        return RolloutGroup(
+            uid=self.uid, rollouts=rollouts, baseline=baseline, times_sampled=use, probability=self.probability
+        )
 
 
 def arrived_bits(lengths: list[int], unused: list[tuple[int, int]]) -> int:

@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
-import numpy as np
 
 from buffers.admission import Pace, groups_admitted
 from buffers.group import Group, is_well_formed
@@ -51,6 +50,7 @@ class ReplayBuffer:
     Args:
         config: the `buffer` section of the run's config; `reconfigure` changes it while it runs.
         group_size: n, members of a group.
+        has_baseline: the last of them is greedy, and there for the others to be compared with (`advantage: remax`).
         groups_per_step: B; with it `stats().capacity` follows the admission rule of streamrl/staleness.py, without it
             only the limits of this buffer.
         issued_only: reject rollouts of uids that were never issued. Otherwise the first rollout of a uid issues it,
@@ -66,6 +66,7 @@ class ReplayBuffer:
         config: BufferConfig,
         *,
         group_size: int,
+        has_baseline: bool = False,
         groups_per_step: int | None = None,
         issued_only: bool = False,
         journal_path: str | pathlib.Path | None = None,
@@ -87,7 +88,7 @@ class ReplayBuffer:
         self._next_order = 0
         self._limiter = RateLimiter(LimiterSettings.of(config, batch_size=groups_per_step or 1))
         self._journal = open_journal(config, journal_path, group_size=group_size)
-        self._shelf = Shelf(group_size=group_size, journal=self._journal, now=clock())
+        self._shelf = Shelf(group_size=group_size, has_baseline=has_baseline, journal=self._journal, now=clock())
         if self._journal is not None and (state := self._journal.state()) is not None:
             self._restore(state)
         self._selector = self._new_selector()
@@ -402,7 +403,7 @@ class ReplayBuffer:
 
     def _complete(self, group: Group) -> bool:
         """The last member is there, or will not come. False if the group was discarded for want of variance."""
-        if self._config.drop_zero_variance and float(np.ptp(group.rewards)) == 0.0:
+        if self._config.drop_zero_variance and not group.has_gradient:
             self._discard(group, "zero_variance")
             return False
         self._shelf.complete(group, order=self._next_order)
@@ -461,7 +462,7 @@ class ReplayBuffer:
         return groups_admitted(self._config, self._shelf, self._limiter, pace)
 
     def _offer(self, selector: Selector, group: Group) -> None:
-        priority = float(group.rewards.std()) if self._config.selector == "prioritized" else 0.0
+        priority = group.spread if self._config.selector == "prioritized" else 0.0
         selector.insert(group.uid, order=group.order, version=group.min_version, priority=priority)
 
     def _new_selector(self) -> Selector:

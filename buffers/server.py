@@ -106,7 +106,8 @@ class BufferServer:
         self._source = source
         self.buffer = ReplayBuffer(
             config.buffer,
-            group_size=config.algorithm.group_size,
+            group_size=config.algorithm.num_members,
+            has_baseline=config.algorithm.has_baseline,
             groups_per_step=config.learner.groups_per_step,
             issued_only=True,
             journal_path=journal_path,
@@ -390,7 +391,7 @@ class BufferServer:
 
     def _has_room(self, generator: _Generator) -> bool:
         """For a whole group; or for a part, where waiting for room for a whole one would leave too much of it idle."""
-        size = self._config.algorithm.group_size
+        size = self._config.algorithm.num_members
         return generator.credit >= size or generator.credit + self.leases.num_held(generator.name) < 4 * size
 
     def _is_admitted(self, generator: _Generator) -> bool:
@@ -401,7 +402,7 @@ class BufferServer:
         if prompt is None:
             return False
         self.buffer.issue(prompt.uid, note=note_of(prompt))
-        self.leases.open(prompt, group_size=self._config.algorithm.group_size)
+        self.leases.open(prompt, group_size=self._config.algorithm.num_members)
         return True
 
     # -- learner ranks --

@@ -20,13 +20,15 @@ class Shelf:
     """See the module docstring. Attributes are for reading; the methods change them.
 
     Args:
-        group_size: n.
+        group_size: members of a group.
+        has_baseline: the last of them is greedy (`Group.has_baseline`).
         journal: if there is one, the groups in it are taken up, with `now` as their time of issue, and the payload of
             trained groups is left to it.
     """
 
-    def __init__(self, *, group_size: int, journal: Journal | None, now: float) -> None:
+    def __init__(self, *, group_size: int, journal: Journal | None, now: float, has_baseline: bool = False) -> None:
         self.group_size = group_size
+        self._has_baseline = has_baseline
         self.ledger = Ledger()
         self.groups: dict[str, Group] = {}  # in_flight, buffered, and trained but not final
         self.final: dict[str, tuple[int, str, int]] = {}  # uid -> order of issue, fate, arrived members as bits
@@ -57,6 +59,7 @@ class Shelf:
             members=[None] * n,
             attempts=[0] * n,
             lengths=[0] * n,
+            has_baseline=self._has_baseline,
             note=note,
         )
         self.ledger.issue()
@@ -279,6 +282,7 @@ class Shelf:
                 attempts=row.attempts,
                 lengths=row.lengths,
                 state=row.state,
+                has_baseline=self._has_baseline,
                 note=row.note,
                 given_up=set(row.given_up),
                 unused=row.unused,

@@ -17,7 +17,9 @@ from streamrl.errors import ConfigError
 EPSILON = 1e-6  # added to the denominator of normalised estimators, as verl does
 
 
-def compute_advantages(rewards: Tensor, group_index: Tensor, config: AlgorithmConfig) -> Tensor:
+def compute_advantages(
+    rewards: Tensor, group_index: Tensor, config: AlgorithmConfig, *, baselines: Tensor | None = None
+) -> Tensor:
     """The advantage of every rollout.
 
     - `grpo`: (r - mean) / (std + 1e-6) over the group, sample std (Shao et al. 2024, arXiv 2402.03300, section
@@ -28,7 +30,9 @@ def compute_advantages(rewards: Tensor, group_index: Tensor, config: AlgorithmCo
       normalises over tokens, not over rollouts (token_advantages.py); this is that for responses of one token.
     - `maxrl`: (r - mean) / mean over the group, 0 where the mean is 0 (Tajwar et al. 2026, maximum likelihood RL). It
       is meant for rewards in [0, 1].
-
+    - `remax`: r minus the reward of the greedy response to the same prompt (Li et al. 2024, arXiv 2310.10505, eq. 7).
+      That response is of the same policy, so the baseline needs no critic and no other member; it is independent of
+      what was sampled, so the gradient stays unbiased.
     - `python:module:function`: the user's function(rewards [R] float64, group_index [R] int64, config) -> [R]. It sees
       one rank's whole groups, not the global batch.
 
@@ -38,6 +42,7 @@ def compute_advantages(rewards: Tensor, group_index: Tensor, config: AlgorithmCo
         rewards: [R] float.
         group_index: [R] int64; equal numbers are one group. The numbers need not be dense or sorted.
         config: names the estimator.
+        baselines: [R], for `remax`: the greedy response's reward, the same number for all members of a group.
 
     Returns:
         [R], the dtype of `rewards`.
@@ -48,6 +53,10 @@ def compute_advantages(rewards: Tensor, group_index: Tensor, config: AlgorithmCo
         return rewards.clone()
     if config.advantage.startswith("python:"):
         return _custom_advantages(exact, group_index, config).to(rewards.dtype)
+    if config.advantage == "remax":
+        if baselines is None:
+            raise ValueError("baselines (None): algorithm.advantage=remax needs the rewards of the greedy responses")
+        return (exact - baselines).to(rewards.dtype)
     if config.advantage == "reinforce_pp":
         return normalised(exact, *sample_moments(exact)).to(rewards.dtype)
     _, group = torch.unique(group_index, return_inverse=True)

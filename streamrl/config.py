@@ -191,7 +191,7 @@ class BufferConfig(_Section, frozen=True):
 
 class AlgorithmConfig(_Section, frozen=True):
     group_size: Count = 8
-    """n: responses per prompt instance."""
+    """n: responses per prompt instance that are trained on."""
     advantage: Annotated[str, Meta(examples=[*ADVANTAGES, "python:module:function"])] = "grpo"
     """Advantage estimator, or a function of yours; docs/algorithms.md has the formulas. gae and vtrace train a
     critic."""
@@ -250,6 +250,16 @@ class AlgorithmConfig(_Section, frozen=True):
     def has_critic(self) -> bool:
         """Whether advantages need the values of a critic."""
         return self.advantage in CRITIC_ADVANTAGES
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether every group has a greedy response beside the sampled ones: member number group_size."""
+        return self.advantage == "remax"
+
+    @property
+    def num_members(self) -> int:
+        """Members that are generated for a group: group_size, and the greedy one if there is one."""
+        return self.group_size + self.has_baseline
 
 
 class CriticConfig(_Section, frozen=True):

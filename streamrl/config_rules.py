@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LOSSES = ("ppo_clip", "reinforce_is", "cispo", "gspo", "topr", "m2po")
 CRITIC_ADVANTAGES = ("gae", "vtrace")
 TOKEN_ADVANTAGES = ("reinforce_pp", *CRITIC_ADVANTAGES)  # one number per token, not per rollout
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "maxrl", *CRITIC_ADVANTAGES)
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "maxrl", "remax", *CRITIC_ADVANTAGES)
 
 
 def rules(c: Config) -> Iterable[tuple[bool, str]]:
@@ -41,7 +41,7 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
     yield (
         a.group_size == 1 and a.advantage in ("grpo", "dr_grpo", "rloo", "maxrl"),
         f"algorithm.group_size (1): {a.advantage} compares the responses of one prompt, so it needs at least 2. "
-        "Set algorithm.group_size=8, or algorithm.advantage=reinforce_pp.",
+        "Set algorithm.group_size=8, or algorithm.advantage=reinforce_pp or remax.",
     )
     yield (
         a.advantage in ("reinforce_pp", "gae") and c.rollouts_per_step < 2,
@@ -130,9 +130,14 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         f"buffer.max_staleness>={b.max_times_sampled - 1}.",
     )
     yield (
-        b.drop_zero_variance and a.group_size == 1,
+        b.drop_zero_variance and a.num_members == 1,
         "buffer.drop_zero_variance (true): the rewards of a group of one response are always equal, so every group "
         "would be discarded. Set buffer.drop_zero_variance=false, or algorithm.group_size=8.",
+    )
+    yield (
+        a.has_baseline and b.incomplete_groups == "min_members",
+        f"buffer.incomplete_groups (min_members): with algorithm.advantage={a.advantage} a group without its greedy "
+        "response has nothing to be compared with. Set buffer.incomplete_groups=refill.",
     )
     fewest = 1 if a.advantage == "reinforce_pp" or a.has_critic or a.advantage.startswith("python:") else 2
     yield (
@@ -171,10 +176,11 @@ def rules(c: Config) -> Iterable[tuple[bool, str]]:
         f"buffer.max_groups ({b.max_groups}): the learner needs up to {held} groups to be held before it can sample. "
         f"Set buffer.max_groups>={held}.",
     )
-    group_bytes = a.group_size * m.max_length * 12  # ids, log-probs and versions, 4 bytes each
+    group_bytes = a.num_members * m.max_length * 12  # ids, log-probs and versions, 4 bytes each
     yield (
         b.max_bytes < held * group_bytes,
-        f"buffer.max_bytes ({b.max_bytes}): {held} groups of algorithm.group_size={a.group_size} responses of up to "
+        f"buffer.max_bytes ({b.max_bytes}): {held} groups of algorithm.group_size={a.group_size} responses"
+        f"{' and a greedy one' if a.has_baseline else ''} of up to "
         f"model.max_length={m.max_length} tokens can take {held * group_bytes} bytes, and the learner may need them "
         f"all. Set buffer.max_bytes>={held * group_bytes}.",
     )

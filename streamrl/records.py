@@ -20,7 +20,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt instance. Its `group_size` sampled responses form one group.
+    """One prompt instance. Its `AlgorithmConfig.num_members` responses form one group.
 
     Example: Prompt(uid="0-000017", index=17, prompt_ids=array([5, 9, 2]), task={"source": "chain_sum", ...}).
     """
@@ -38,7 +38,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     uid: str
-    members: tuple[int, ...]  # member indices, each in [0, group_size)
+    members: tuple[int, ...]  # member indices, each in [0, num_members)
     attempts: tuple[int, ...]  # attempt number per member, 0 for the first
     task: dict[str, Any] = {}
 
@@ -109,13 +109,23 @@ class RolloutGroup(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: tuple[Rollout, ...]
     times_sampled: int = 1
     probability: float = 1.0  # with which the selector drew it; 1.0 for FIFO
+    baseline: Rollout | None = (
+        None  # the greedy response, for `advantage: remax`; its reward counts, nobody trains on it
+    )
+
+    @property
+    def members(self) -> tuple[Rollout, ...]:
+        """The rollouts, and after them the baseline if there is one."""
+        return self.rollouts if self.baseline is None else (*self.rollouts, self.baseline)
 
     @property
     def min_version(self) -> int:
-        return min(r.min_version for r in self.rollouts)
+        """The oldest token of any member: the staleness bound is kept for the baseline too."""
+        return min(r.min_version for r in self.members)
 
     @property
     def num_tokens(self) -> int:
+        """Of what is trained on."""
         return sum(r.num_tokens for r in self.rollouts)
 
     @property

@@ -181,7 +181,8 @@ class Trainer:
         for micro_batch, penalty in zip(micro_batches, penalties, strict=True):
             micro_batch.sum_over_rollouts(-penalty, rewards)
         group_index = torch.tensor([i for i, g in enumerate(groups) for _ in g.rollouts], dtype=torch.int64)
-        advantages = compute_advantages(rewards, group_index, algorithm)
+        baselines = _baselines(groups) if algorithm.has_baseline else None
+        advantages = compute_advantages(rewards, group_index, algorithm, baselines=baselines)
         for micro_batch in micro_batches:
             micro_batch.set_advantages(micro_batch.spread(advantages))
 
@@ -297,6 +298,16 @@ class Trainer:
         step.add({**sums, "loss": loss.detach().double()})
         differences = (log_probs.detach() - tokens["old_log_probs"])[_fresh(tokens, step.policy_version)].abs()
         step.raise_to("mismatch", float(differences.max()) if len(differences) else -1.0)
+
+
+def _baselines(groups: Sequence[RolloutGroup]) -> Tensor:
+    """[R] float64: the reward of the greedy response to the prompt of every rollout."""
+    baselines: list[float] = []
+    for group in groups:
+        if group.baseline is None:
+            raise RuntimeError(f"group {group.uid} came without the greedy response that algorithm.advantage needs")
+        baselines += [group.baseline.reward] * len(group.rollouts)
+    return torch.tensor(baselines, dtype=torch.float64)
 
 
 def _fresh(tokens: TensorDict, policy_version: int) -> Tensor:

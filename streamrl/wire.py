@@ -260,13 +260,14 @@ class ShardHead(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 
 class GroupMessage(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """One group; the two arrays of its rollouts are laid end to end as in a `Delivery`."""
+    """One group; the two arrays of its members, the baseline last, are laid end to end as in a `Delivery`."""
 
     request: Index
     uid: Uid
     times_sampled: Index
     probability: float
     heads: list[_RolloutHead]
+    has_baseline: bool
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -279,21 +280,27 @@ class Answer(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
 def encode_group(group: RolloutGroup, *, request: int) -> list[Frame]:
     """Two frames."""
+    members = group.members
     message = GroupMessage(
         request=request,
         uid=group.uid,
         times_sampled=group.times_sampled,
         probability=group.probability,
-        heads=list(map(_head, group.rollouts)),
+        heads=list(map(_head, members)),
+        has_baseline=group.baseline is not None,
     )
-    return frames_of(GroupMessage, message, *_laid_out(group.rollouts))
+    return frames_of(GroupMessage, message, *_laid_out(members))
 
 
 def group_from(message: GroupMessage, arrays: list[Array]) -> RolloutGroup:
     """The group of an unpacked message; its rollouts are views of the two arrays."""
+    members = tuple(_sound(_rollouts_from(message.heads, arrays)))
+    if message.has_baseline and not members:
+        raise FrameError("value", f"{message.uid}: a baseline is announced, and nothing came")
     return RolloutGroup(
         uid=message.uid,
-        rollouts=tuple(_sound(_rollouts_from(message.heads, arrays))),
+        rollouts=members[:-1] if message.has_baseline else members,
+        baseline=members[-1] if message.has_baseline else None,
         times_sampled=message.times_sampled,
         probability=message.probability,
     )

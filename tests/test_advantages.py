@@ -38,6 +38,45 @@ def reference(rewards: list[float], groups: list[int], estimator: str) -> list[f
     return advantages
 
 
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6), seed=st.integers(0, 1 << 16))
+def test_remax_compares_with_the_greedy_response_to_the_same_prompt(sizes: list[int], seed: int) -> None:
+    """Li et al. 2024, arXiv 2310.10505: the weight of grad log pi(y | x) is r(x, y) - r(x, greedy(x))."""
+    numbers = random.Random(seed)
+    prompts = [(7 * i + 3, numbers.random()) for i, size in enumerate(sizes) for _ in range(size)]
+    numbers.shuffle(prompts)
+    greedy = {prompt: numbers.random() for prompt, _ in prompts}
+    samples = [(prompt, numbers.random()) for prompt, _ in prompts]
+    ours = compute_advantages(
+        torch.tensor([reward for _, reward in samples], dtype=torch.float64),
+        torch.tensor([prompt for prompt, _ in samples]),
+        AlgorithmConfig(advantage="remax"),
+        baselines=torch.tensor([greedy[prompt] for prompt, _ in samples], dtype=torch.float64),
+    )
+    assert ours.tolist() == pytest.approx([reward - greedy[prompt] for prompt, reward in samples], rel=1e-12)
+
+
+def test_the_gradient_of_remax_is_the_policy_gradient() -> None:
+    """Over all responses of a softmax policy, in float64: E[(r - r(greedy)) grad log pi] = grad E[r]."""
+    logits = torch.tensor([0.3, -1.2, 0.9, 0.1], dtype=torch.float64, requires_grad=True)
+    rewards = torch.tensor([1.0, 0.0, 0.25, 0.5], dtype=torch.float64)
+    log_probs = torch.log_softmax(logits, 0)
+    advantages = compute_advantages(
+        rewards,
+        torch.zeros(4, dtype=torch.int64),
+        AlgorithmConfig(advantage="remax"),
+        baselines=rewards[logits.argmax()].expand(4),
+    )
+    (ours,) = torch.autograd.grad((log_probs.detach().exp() * advantages * log_probs).sum(), logits, retain_graph=True)
+    (truth,) = torch.autograd.grad((log_probs.exp() * rewards).sum(), logits)
+    assert ours.tolist() == pytest.approx(truth.tolist(), abs=1e-12)
+
+
+def test_remax_without_greedy_rewards_is_an_error() -> None:
+    with pytest.raises(ValueError, match="rewards of the greedy responses"):
+        compute_advantages(torch.ones(2), torch.zeros(2, dtype=torch.int64), AlgorithmConfig(advantage="remax"))
+
+
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @settings(max_examples=40, deadline=None)
 @given(

@@ -18,6 +18,10 @@ from streamrl.errors import ConfigError
 
 REFUSED = {
     "GRPO needs a group to compare with": (["algorithm.group_size=1"], "algorithm.group_size (1)"),
+    "ReMax cannot do without its greedy response": (
+        ["algorithm.advantage=remax", "buffer.incomplete_groups=min_members"],
+        "Set buffer.incomplete_groups=refill",
+    ),
     "REINFORCE++ needs a batch to compare with": (
         ["algorithm.group_size=1", "algorithm.advantage=reinforce_pp", "learner.groups_per_step=1"],
         "reinforce_pp",
@@ -152,7 +156,11 @@ def test_the_names_that_are_accepted_are_those_that_exist() -> None:
     assert set(LOSSES) == set(streamrl.losses.LOSSES)
     rewards, groups = torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([0, 0, 1, 1])
     of_rollouts = [name for name in ADVANTAGES if name not in CRITIC_ADVANTAGES]
-    results = {tuple(compute_advantages(rewards, groups, AlgorithmConfig(advantage=name))) for name in of_rollouts}
+    greedy = torch.tensor([0.25, 0.25, 0.75, 0.75])
+    results = {
+        tuple(compute_advantages(rewards, groups, AlgorithmConfig(advantage=name), baselines=greedy))
+        for name in of_rollouts
+    }
     assert len(results) == len(of_rollouts)
     assert [name for name in CRITIC_ADVANTAGES if not hasattr(streamrl.token_advantages, name)] == []
 
@@ -183,6 +191,7 @@ def test_a_contradiction_is_refused(case: str) -> None:
         ["algorithm.loss=gspo", "algorithm.correction=sequence_mask"],
         ["algorithm.correction=none", "buffer.max_staleness=0"],
         ["algorithm.group_size=1", "algorithm.advantage=reinforce_pp"],
+        ["algorithm.group_size=1", "algorithm.advantage=remax", "buffer.drop_zero_variance=true"],
         ["algorithm.dual_clip=3"],
         ["algorithm.advantage=gae", "algorithm.group_size=1"],
         ["algorithm.advantage=gae", "critic.epochs=1", "critic.value_clip=0", "critic.warmup_steps=3"],

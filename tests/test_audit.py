@@ -22,9 +22,15 @@ OVERRIDES = ["learner.groups_per_step=2", "algorithm.group_size=2", "buffer.jour
 STEPS = 3
 
 
-def run_with_journal(run_dir: pathlib.Path, *, end: bool = True) -> None:
+def run_with_journal(
+    run_dir: pathlib.Path,
+    *,
+    end: bool = True,
+    overrides: list[str] = OVERRIDES,
+    trained: tuple[float, float] = (4.0, 22.0),
+) -> None:
     """Three steps of two groups of two, one group that failed, one stale, one late rollout; long ones are discarded."""
-    config = load_config(None, OVERRIDES)
+    config = load_config(None, overrides)
     create_run_dir(run_dir, config)
     buffer = ReplayBuffer(config.buffer, group_size=2, issued_only=True, journal_path=run_dir / JOURNAL_DIR)
     steps: list[dict[str, Any]] = []
@@ -55,8 +61,8 @@ def run_with_journal(run_dir: pathlib.Path, *, end: bool = True) -> None:
                 "buffer/groups": stats.buffered,
                 "buffer/trained": stats.trained,
                 **{f"buffer/discarded/{reason}": count for reason, count in stats.discarded.items()},
-                "learner/rollouts": 4.0,
-                "learner/response_tokens": 22.0,
+                "learner/rollouts": trained[0],
+                "learner/response_tokens": trained[1],
             }
         )
     insert("stale", version=0, length=60)
@@ -84,6 +90,18 @@ def test_the_journal_adds_up_to_the_ledger_and_both_to_the_learners_books(
     assert "9 uids and 15 rollouts, counted in the journal, are those of the ledger" in text
     assert "the learner trained on 12 rollouts of 66 response tokens in 3 steps; the buffer handed out 12 of 66" in text
     assert "the ledger balances in the metrics of 3 steps" in text
+
+
+def test_greedy_responses_are_handed_out_and_not_trained_on(tmp_path: pathlib.Path) -> None:
+    run_dir = tmp_path / "run"
+    with_greedy = ["algorithm.group_size=1", "algorithm.advantage=remax"]
+    run_with_journal(run_dir, overrides=[*OVERRIDES, *with_greedy], trained=(2.0, 11.0))
+    texts = [finding.text for finding in audit_run(run_dir).findings]
+    said = "trained on 6 rollouts of 33 response tokens in 3 steps; the buffer handed out 12 of 66, 6 greedy ones among"
+    assert wrong(run_dir) == [] and any(said in text for text in texts)
+    other = tmp_path / "other"
+    run_with_journal(other, overrides=[*OVERRIDES, *with_greedy], trained=(4.0, 22.0))
+    assert len(wrong(other)) == 1, "it trained on the greedy ones too"
 
 
 def test_a_row_that_is_missing_in_the_journal_is_found(tmp_path: pathlib.Path) -> None:

@@ -489,6 +489,25 @@ def test_a_failed_member_is_generated_again_by_itself() -> None:
     run(main())
 
 
+def test_a_greedy_member_is_leased_with_the_others_and_reaches_the_learner_beside_them() -> None:
+    async def main() -> None:
+        config = small_config(algorithm={"advantage": "remax"}, buffer={"max_staleness": 0})
+        async with serving(config) as (server, address), generator(address) as client, learner(address) as rank:
+            stand_in = StandInGenerator(client)
+            running = asyncio.create_task(stand_in.run())
+            shard = await sample(rank, 0)
+            assert shard is not None and shard.num_rollouts == 16
+            assert shard.num_response_tokens == sum(len(r.response_ids) for g in shard.groups for r in g.rollouts)
+            for group in shard.groups:
+                assert [r.member for r in group.rollouts] == [0, 1, 2, 3]
+                assert group.baseline is not None and group.baseline.member == 4
+            stats = await server.stats()
+            assert stats.generated_rollouts["trained"] == 20 and stats.rejected_rollouts == {}
+            running.cancel()
+
+    run(main())
+
+
 def test_a_group_that_is_given_up_is_cancelled_everywhere_and_its_late_results_are_acknowledged() -> None:
     async def main() -> None:
         config = small_config(buffer={"max_attempts": 1})

@@ -14,11 +14,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 import numpy as np
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 from tiny_llama import EOS, Reference, make_tiny_llama
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import actors.generator
 from actors.engine import Completion, Engine, engine_arguments, engine_environment
@@ -27,6 +29,8 @@ from actors.plan import gpus_wanted
 from actors.version_gate import VersionGate
 from streamrl.config import Config, check_config, config_from_tree
 from streamrl.errors import ClosedError, ConfigError, ProcessDiedError, RewardError, WeightSyncError
+from streamrl.packing import pack_rollouts
+from streamrl.policy import Policy
 from streamrl.records import Failure, IntArray, Lease, Rollout, WeightAck
 from streamrl.weight_sync.channel import ProbeSet, WeightPublisher
 
@@ -191,15 +195,18 @@ class Setting:
     def __init__(self, folder: pathlib.Path) -> None:
         self.loop = asyncio.new_event_loop()
         self.folder = folder
-        self.config = config_from_tree(
-            {
-                "model": {"max_length": 96},
-                "generator": {"concurrency": CONCURRENCY, "max_new_tokens": 24, "kv_cache_bytes": 64 << 20},
-                "algorithm": {"group_size": GROUP_SIZE},
-                "weight_sync": {"backend": "shm"},
-            }
-        )
+        self.config = self.config_with()
         self._engine: Engine | None = None
+
+    @staticmethod
+    def config_with(**sections: dict[str, Any]) -> Config:
+        tree: dict[str, dict[str, Any]] = {
+            "model": {"max_length": 96},
+            "generator": {"concurrency": CONCURRENCY, "max_new_tokens": 24, "kv_cache_bytes": 64 << 20},
+            "algorithm": {"group_size": GROUP_SIZE},
+            "weight_sync": {"backend": "shm"},
+        }
+        return config_from_tree({name: section | sections.get(name, {}) for name, section in tree.items()})
 
     def run(self, work: Coroutine[Any, Any, Any], *, limit_s: float = 60) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(work, limit_s))
@@ -209,12 +216,19 @@ class Setting:
         if self._engine is None or not all(psutil.pid_exists(pid) for pid in self._engine.pids):
             self.close_engine()
             self._engine = Engine(self.config, model_path=str(self.folder))
-            self.run(self._engine.start(), limit_s=180)  # on a machine that others use too
+            self.run(self._engine.start(), limit_s=200)  # much of it is imports, beside whatever else runs
         return self._engine
 
     def close_engine(self) -> None:
         if self._engine is not None:
             self.run(self._engine.stop())
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -287,19 +301,19 @@ SceneMaker = Callable[..., Any]
 
 @pytest.fixture
 def scene(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> SceneMaker:
-    """`async with scene() as s`: a generator that serves; `scene(serve=False)`: one that is only connected."""
+    """`async with scene() as s`: a generator that serves; `scene(serve=False)`: one that is only connected. Further
+    arguments are sections of its config."""
     engine = setting.engine()
 
     @asynccontextmanager
     async def make(
-        *, serve: bool = True, kind: type[SharedEngine] = SharedEngine, **weight_sync: Any
+        *, serve: bool = True, kind: type[SharedEngine] = SharedEngine, **sections: dict[str, Any]
     ) -> AsyncIterator[Scene]:
         shared = kind(engine)
         monkeypatch.setattr(actors.generator, "Engine", lambda config, model_path: shared)
         monkeypatch.setattr(actors.generator, "RewardWorker", FakeRewards)
         monkeypatch.setattr(actors.generator, "GeneratorClient", FakeBufferClient)
-        changed = msgspec.structs.replace(setting.config.weight_sync, **weight_sync)
-        made = Scene(setting, shared, msgspec.structs.replace(setting.config, weight_sync=changed))
+        made = Scene(setting, shared, setting.config_with(**sections))
         address = made.publisher.start()
         made.publish()
         await made.generator.start()
@@ -340,6 +354,59 @@ def test_a_rollout_says_what_was_sampled_and_by_what(setting: Setting, scene: Sc
                 difference = np.abs(truth[len(rollout.prompt_ids) - 1 :].numpy() - rollout.old_log_probs).max()
                 assert difference < EXACT
             assert len({r.key for r in s.rollouts}) == len(s.rollouts)
+
+    setting.run(scenario())
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_old_log_probs_are_the_learners_log_probs_at_any_temperature(
+    temperature: float, setting: Setting, scene: SceneMaker, mesh: DeviceMesh
+) -> None:
+    """Those of the learner's own policy, for packed rollouts that weights of a second version sampled."""
+
+    async def rollouts() -> list[Rollout]:
+        async with scene(generator={"temperature": temperature}) as s:
+            await s.until_reported(s.publish())
+            s.reference.model.save_pretrained(setting.folder / "published")
+            await s.client.until(lambda: sum(r.min_version == 1 for r in s.rollouts) >= 30)
+            return [r for r in s.rollouts if r.min_version == 1]
+
+    sampled = setting.run(rollouts())
+    policy = Policy(setting.folder / "published", mesh=mesh, temperature=temperature)
+    (batch,) = pack_rollouts(sampled, torch.zeros(len(sampled)), max_tokens=100_000)
+    with torch.no_grad():
+        log_probs, _ = policy.token_log_probs(batch)
+    response = batch.tokens["response_mask"].bool()
+    difference = float((log_probs - batch.tokens["old_log_probs"])[response].abs().max())
+    print(f"temperature {temperature}: {int(response.sum())} tokens, largest difference {difference:.1e}")
+    assert difference < EXACT
+    if temperature != 1.0:
+        other = Policy(setting.folder / "published", mesh=mesh, temperature=1.0)
+        with torch.no_grad():
+            log_probs, _ = other.token_log_probs(batch)
+        assert float((log_probs - batch.tokens["old_log_probs"])[response].abs().max()) > 0.1, "it makes a difference"
+
+
+def test_the_baseline_member_of_remax_is_the_greedy_response(setting: Setting, scene: SceneMaker) -> None:
+    """Member number group_size, of the version that its tokens say; the others are sampled."""
+
+    async def scenario() -> None:
+        async with scene(algorithm={"advantage": "remax", "group_size": GROUP_SIZE - 1}) as s:
+            version = s.publish()
+            await s.until_reported(version)
+            newest: list[Rollout] = []
+            while sum(r.member == GROUP_SIZE - 1 for r in newest) < 8:
+                await s.until_rollouts(8)
+                newest = [r for r in s.rollouts if r.min_version == version]
+            sampled_greedily = 0
+            for rollout in newest:
+                truth = s.reference.greedy(rollout.prompt_ids.tolist(), 24)
+                if rollout.member == GROUP_SIZE - 1:
+                    assert rollout.response_ids.tolist() == truth
+                    assert rollout.reward == 1.0 and np.isfinite(rollout.old_log_probs).all()
+                else:
+                    sampled_greedily += rollout.response_ids.tolist() == truth
+            assert sampled_greedily == 0
 
     setting.run(scenario())
 
@@ -580,7 +647,7 @@ def test_T23_a_slow_transfer_is_not_a_pause(setting: Setting, scene: SceneMaker)
 
 def test_a_drained_generator_samples_no_response_from_two_versions(setting: Setting, scene: SceneMaker) -> None:
     async def scenario() -> None:
-        async with scene(in_flight="drain") as s:
+        async with scene(weight_sync={"in_flight": "drain"}) as s:
             for _ in range(4):
                 await s.until_rollouts(8)
                 version = s.publish()
@@ -596,7 +663,7 @@ def test_a_drained_generator_samples_no_response_from_two_versions(setting: Sett
 
 def test_a_drain_ends_at_its_deadline_and_what_runs_on_is_kept(setting: Setting, scene: SceneMaker) -> None:
     async def scenario() -> None:
-        async with scene(in_flight="drain", drain_s=0.001) as s:
+        async with scene(weight_sync={"in_flight": "drain", "drain_s": 0.001}) as s:
             for _ in range(5):
                 await s.until_rollouts(8)
                 await s.until_reported(s.publish())
@@ -611,7 +678,7 @@ def test_recompute_reads_every_running_response_again(setting: Setting, scene: S
     """A response that spans an update has the log-probs of the new weights alone after it, not of an old cache."""
 
     async def scenario() -> None:
-        async with scene(in_flight="recompute") as s:
+        async with scene(weight_sync={"in_flight": "recompute"}) as s:
             learners = [copy.deepcopy(s.reference)]
             for _ in range(8):
                 await s.until_rollouts(8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import random
 import threading
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from stand_ins import make_rollout
 
+from buffers.outcomes import InsertOutcome
 from buffers.replay import ReplayBuffer
 from streamrl.config import BufferConfig
 from streamrl.errors import ClosedError, DeadlineExceededError, StaleRolloutError
@@ -31,7 +33,7 @@ class ManualClock:
 
 def make_buffer(*, group_size: int = 2, clock: Callable[[], float] | None = None, **settings: Any) -> ReplayBuffer:
     options: dict[str, Any] = {"clock": clock} if clock else {}
-    for name in ("groups_per_step", "issued_only", "seed"):
+    for name in ("groups_per_step", "has_baseline", "issued_only", "seed"):
         if name in settings:
             options[name] = settings.pop(name)
     return ReplayBuffer(BufferConfig(**settings), group_size=group_size, **options)
@@ -605,6 +607,69 @@ def test_groups_without_reward_variance_can_be_dropped_counted_and_replaced() ->
     assert buffer.stats().capacity == 1
     insert_group(buffer, "steep")
     assert uids(sample(buffer, 1)) == ["steep"]
+
+
+# -- a greedy member, which the others are compared with --
+
+
+def insert_rewards(buffer: ReplayBuffer, uid: str, *rewards: float, **changes: Any) -> InsertOutcome:
+    """The last one is of the greedy member."""
+    for member, reward in enumerate(rewards):
+        outcome = buffer.insert(make_rollout(uid, member, reward=reward, **changes))
+    return outcome
+
+
+def test_a_greedy_member_comes_beside_the_rollouts_and_counts_in_the_ledger() -> None:
+    buffer = make_buffer(group_size=3, has_baseline=True)
+    insert_group(buffer, "a", length=4)
+    assert buffer.stats().in_flight == 1 and buffer.stats().buffered == 0
+    buffer.insert(make_rollout("a", 2, length=7))
+    (group,) = sample(buffer, 1)
+    assert [r.member for r in group.rollouts] == [0, 1] and group.num_tokens == 14
+    assert group.baseline is not None and group.baseline.member == 2
+    assert buffer.stats().generated_rollouts["trained"] == 3 and buffer.stats().generated_tokens["trained"] == 15
+    assert buffer.sampled_at(0)[0].baseline is group.baseline
+
+
+def test_a_group_is_as_stale_as_its_greedy_member() -> None:
+    buffer = make_buffer(group_size=3, has_baseline=True, max_staleness=1)
+    insert_group(buffer, "a", version=2)
+    buffer.insert(make_rollout("a", 2, version=1))
+    insert_group(buffer, "b", group_size=3, version=2)
+    assert buffer.advance(2) == []
+    assert buffer.advance(3) == ["a"]
+    (group,) = sample(buffer, 1, version=3)
+    assert group.min_version == 2
+
+
+def test_equal_rewards_are_dropped_only_where_the_greedy_one_is_equal_too() -> None:
+    buffer = make_buffer(group_size=3, has_baseline=True, drop_zero_variance=True)
+    assert insert_rewards(buffer, "flat", 1.0, 1.0, 1.0).reason == "zero_variance"
+    assert insert_rewards(buffer, "better than greedy", 1.0, 1.0, 0.0).reason == ""
+    assert uids(sample(buffer, 1)) == ["better than greedy"]
+
+
+def test_priority_is_the_distance_from_the_greedy_reward() -> None:
+    """All equal and far from the greedy one is worth more than spread around it."""
+    buffer = make_buffer(group_size=5, has_baseline=True, selector="prioritized", priority_exponent=100.0)
+    insert_rewards(buffer, "spread", 0.0, 1.0, 0.0, 1.0, 0.5)
+    insert_rewards(buffer, "far", 1.0, 1.0, 1.0, 1.0, 0.0)
+    assert uids(sample(buffer, 1)) == ["far"]
+
+
+def test_a_greedy_member_survives_the_death_of_the_buffer(tmp_path: pathlib.Path) -> None:
+    def open_buffer() -> ReplayBuffer:
+        config = BufferConfig(journal="async")
+        return ReplayBuffer(config, group_size=3, has_baseline=True, journal_path=tmp_path)
+
+    first = open_buffer()
+    insert_rewards(first, "a", 0.25, 0.5, 1.0)
+    first.close()
+    second = open_buffer()
+    (group,) = sample(second, 1)
+    second.close()
+    assert [r.reward for r in group.rollouts] == [0.25, 0.5]
+    assert group.baseline is not None and group.baseline.reward == 1.0
 
 
 # -- several uses --

@@ -1,4 +1,4 @@
-"""`max_staleness = 0` is the synchronous loop: a run of the real processes against a loop written here from the formulas.
+"""`max_staleness = 0` is the synchronous loop: a run of the real processes against a loop written here by hand.
 
 The run is the quickstart: real vLLM engine, rewards, buffer server, sockets, learner and weight channel, in one process
 so that its batches and weights can be looked at. The loop is generate-then-train in plain Transformers and PyTorch: one
@@ -203,7 +203,8 @@ def by_hand(config: Config, model_path: str) -> Run:
 def config(model_cache: pathlib.Path) -> Config:
     """The quickstart with small batches, and an entropy bonus: without it the loss is nearly 0 before every step."""
     overrides = f"""buffer.max_staleness=0 generator.count=1 run.max_steps={STEPS} eval.num_prompts=0
-        learner.groups_per_step=8 algorithm.group_size=4 algorithm.entropy_coef=0.02 model.cache_dir={model_cache}"""
+        learner.groups_per_step=8 algorithm.group_size=4 algorithm.entropy_coef=0.02
+        weight_sync.backend=shm model.cache_dir={model_cache}"""
     return load_config(QUICKSTART, overrides.split())
 
 

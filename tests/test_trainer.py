@@ -36,6 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "kl_coef": 0.1,
     },
     "kl in the reward": {"advantage": "reinforce_pp", "kl_coef": 0.3, "kl_in": "reward", "kl_estimator": "k1"},
+    "remax": {"advantage": "remax", "kl_coef": 0.3, "kl_in": "reward"},
     "m2po": {"loss": "m2po", "correction": "none", "m2_threshold": 0.005, "rejection": "k3"},
     "interpolate": {"proximal": "interpolate", "clip_high": 0.05, "rejection": "geometric", "rejection_cap": 1.1},
     "bypass": {"advantage": "rloo", "loss": "gspo", "proximal": "bypass", "correction": "none", "clip_high": 0.05},
@@ -104,7 +105,8 @@ def batch_of(step: int, *, num_groups: int = 5, group_size: int = 4) -> list[Rol
                     timings=RolloutTimings(queue_s=0.5, generate_s=1.0, reward_s=0.25),
                 )
             )
-        groups.append(RolloutGroup(uid=str(g), rollouts=tuple(rollouts)))
+        greedy = msgspec.structs.replace(rollouts[0], member=group_size, reward=float(g) / num_groups)
+        groups.append(RolloutGroup(uid=str(g), rollouts=tuple(rollouts), baseline=greedy))
     return groups
 
 
@@ -332,6 +334,43 @@ def test_a_step_of_another_batch_than_the_one_handed_out_is_refused(folder: path
     with pytest.raises(RuntimeError, match="16 rollouts .* of a batch of 20"):
         trainer.step(shard_of(groups, groups[:4]), policy_version=0)
     assert policy.probe_log_probs([[1, 2, 3]]) == before
+
+
+def test_remax_trains_as_rewards_less_the_greedy_one_would(folder: pathlib.Path, mesh: DeviceMesh) -> None:
+    """And on nothing else of the greedy response. A function that returns the rewards as they are takes them."""
+
+    def step(advantage: str, groups: list[RolloutGroup]) -> tuple[list[torch.Tensor], dict[str, float]]:
+        config = config_from_tree({"algorithm": {"advantage": advantage}, "learner": {"lr": 1e-2}})
+        policy = Policy(folder, mesh=mesh, temperature=1.0)
+        metrics = Trainer(policy, config).step(shard_of(groups, groups), policy_version=1)
+        return [parameter.full_tensor().detach() for parameter in policy.parameters()], metrics
+
+    groups = batch_of(1)
+    lowered = [
+        RolloutGroup(uid=g.uid, rollouts=tuple(_with_reward(r, r.reward - g.baseline.reward) for r in g.rollouts))
+        for g in groups
+        if g.baseline is not None
+    ]
+    ours, metrics = step("remax", groups)
+    theirs, _ = step("python:test_trainer:rewards_as_they_are", lowered)
+    assert len(lowered) == len(groups)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    rollouts = [r for g in groups for r in g.rollouts]
+    assert metrics["rollout/reward/mean"] == pytest.approx(np.mean([r.reward for r in rollouts]))
+    assert metrics["rollout/length/mean"] == pytest.approx(np.mean([len(r.response_ids) for r in rollouts]))
+
+
+def rewards_as_they_are(rewards: torch.Tensor, group_index: torch.Tensor, config: Any) -> torch.Tensor:
+    return rewards
+
+
+def test_remax_refuses_a_group_without_its_greedy_response(folder: pathlib.Path, mesh: DeviceMesh) -> None:
+    trainer = Trainer(
+        Policy(folder, mesh=mesh, temperature=1.0), config_from_tree({"algorithm": {"advantage": "remax"}})
+    )
+    groups = [msgspec.structs.replace(group, baseline=None) for group in batch_of(1)]
+    with pytest.raises(RuntimeError, match="without the greedy response"):
+        trainer.step(shard_of(groups, groups), policy_version=1)
 
 
 def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(folder: pathlib.Path, mesh: DeviceMesh) -> None:

@@ -133,6 +133,17 @@ def test_a_group_survives_the_wire_with_views_of_one_buffer() -> None:
     assert all(np.shares_memory(r.response_ids, arrays[0]) for r in decoded.rollouts)
 
 
+def test_a_greedy_member_is_told_from_the_others_on_the_wire() -> None:
+    *rollouts, baseline = (make_rollout(member=m, length=m + 1) for m in range(3))
+    group = RolloutGroup(uid="0-000000", rollouts=tuple(rollouts), baseline=baseline)
+    decoded = wire.group_from(*wire.TO_LEARNER.unpack(received(wire.encode_group(group, request=7))))
+    assert len(decoded.rollouts) == 2 and all(map(same, decoded.rollouts, rollouts))
+    assert decoded.baseline is not None and same(decoded.baseline, baseline)
+    nothing = wire.GroupMessage(request=1, uid="u", times_sampled=1, probability=1.0, heads=[], has_baseline=True)
+    with pytest.raises(wire.FrameError, match="a baseline is announced"):
+        wire.group_from(nothing, [])
+
+
 def test_a_lease_carries_its_prompt_and_its_task() -> None:
     lease = Lease(
         uid="0-000017", members=(0, 3), attempts=(0, 1), task={"source": "chain_sum", "metadata": {"a": [1, 2]}}
