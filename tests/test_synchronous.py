@@ -52,8 +52,8 @@ class WatchedLearner(Learner):
         self.shards: list[Shard] = []
         self.weights: list[Weights] = []
 
-    def _next_shard(self) -> Shard | None:
-        shard = super()._next_shard()
+    def _next_shard(self, chunk: int) -> Shard | None:
+        shard = super()._next_shard(chunk)
         if shard is not None:
             self.shards.append(shard)
         return shard
