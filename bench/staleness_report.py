@@ -116,7 +116,11 @@ def tables(lines: Sequence[Line]) -> str:
     seeds = len({line["seed"] for line in lines})
     steps = "/".join(str(count) for count in sorted({line["steps"] for line in lines}))
     commits = ", ".join(sorted({line["commit"] for line in lines}))
-    out = [f"{len(lines)} runs of {steps} steps, {seeds} seeds; mean (min to max) over the seeds; commit {commits}.\n"]
+    minutes = sum(sum(line["curves"][name]) for line in lines for name in ("generate_s", "train_s")) / 60
+    out = [
+        f"{len(lines)} runs of {steps} steps, {minutes:.0f} CPU minutes of sampling and training; up to {seeds} seeds: "
+        f"mean (min to max), one number where they agree or there is one; empty: not run. Commit {commits}.\n"
+    ]
     for title, remark, measure, form in MEASURES:
         out.append(f"### {title}\n\n{remark}.\n")
         header = [f"S = {bound}" for _ in rates for bound in bounds]

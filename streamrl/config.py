@@ -152,7 +152,8 @@ class GeneratorConfig(_Section, frozen=True):
 
 class BufferConfig(_Section, frozen=True):
     max_staleness: Whole = 4
-    """S: no group with staleness above S is ever trained on. 0 is the synchronous loop."""
+    """S: no group with staleness above S is ever trained on. 0 is the synchronous loop. docs/staleness.md has measured
+    what it costs, and why this default."""
     max_bytes: Count = 1 << 30
     """Most bytes of waiting rollouts; when it is reached generators are paced, nothing is dropped."""
     max_groups: Count = 100_000
@@ -213,7 +214,7 @@ class AlgorithmConfig(_Section, frozen=True):
     weight for those before."""
     correction: Literal["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"] = "token_truncate"
     """Importance weight of a token, or of the whole response for `sequence_`: truncated at `correction_cap`, or set to
-    0 outside [`correction_floor`, `correction_cap`]."""
+    0 outside [`correction_floor`, `correction_cap`]. docs/staleness.md compares them on data of exact staleness."""
     correction_cap: Annotated[float, Meta(gt=0)] = 2.0
     """Upper bound of the weight."""
     correction_floor: Annotated[float, Meta(ge=0)] = 0.5
