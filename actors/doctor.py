@@ -181,8 +181,8 @@ def check_open_files(config: Config) -> str:
 
 async def check_sockets(config: Config) -> str:
     """A peer with the keys gets in and is answered, one with other keys does not."""
-    keys = CurveKeys.make()
-    listener = Listener(bind=config.network.bind, curve=keys, welcome=lambda name, payload: b"well met")
+    keys = CurveKeys.make(listeners=["buffer"], others=["doctor"])
+    listener = Listener(bind=config.network.bind, curve=keys["buffer"], welcome=lambda name, payload: b"well met")
     try:
         address = await listener.start()
     except ConfigError as error:
@@ -190,8 +190,9 @@ async def check_sockets(config: Config) -> str:
             f"no socket on network.host={config.network.host}: {error} Set network.host to an address that "
             "`hostname -I` lists."
         ) from None
-    friend = Connection(address, name="doctor", curve=keys)
-    stranger = Connection(address, name="stranger", curve=CurveKeys.make())
+    friend = Connection(address, name="doctor", curve=keys["doctor"])
+    other_run = CurveKeys.make(listeners=["buffer"], others=["doctor"])
+    stranger = Connection(address, name="doctor", curve=other_run["doctor"])
     try:
         try:
             if await friend.connect(timeout_s=_HANDSHAKE_S) != b"well met":

@@ -159,7 +159,7 @@ class _Patient:
         count = config.weight_sync.probe_prompts
         self._probe = ProbeSet(numbers.integers(0, vocabulary, size=(count, length)).tolist())
         # Keys even on loopback, so that this path is seen too.
-        curve = CurveKeys.make()
+        keys = CurveKeys.make(listeners=["learner-0"], others=["doctor"])
         self._publisher = WeightPublisher(
             config.weight_sync,
             run_name=f"doctor-{os.getpid()}",
@@ -170,7 +170,7 @@ class _Patient:
             probe=self._probe,
             dtype=getattr(torch, config.model.dtype),
             bind=config.network.bind,
-            curve=curve,
+            curve=keys["learner-0"],
         )
         address = self._publisher.start()
         before = self._policy.probe_log_probs(self._probe.sequences)
@@ -180,7 +180,7 @@ class _Patient:
         assert self._engine is not None
         self._follower = WeightFollower(config, name="doctor", engine=self._engine, meter=BusyMeter())
         limit = config.weight_sync.timeout_s
-        self._await(self._follower.connect(address, curve=curve), limit)
+        self._await(self._follower.connect(address, curve=keys["doctor"]), limit)
         self._await(self._follower.first(_nobody, incarnation=0), 2 * limit)
         ack = self._follower.last_sync
         assert ack is not None

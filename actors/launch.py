@@ -128,18 +128,22 @@ class Processes:
         self._logs = run_dir / LOGS_DIR
         master = f"127.0.0.1:{_free_port()}"
         ranks = config.learner.ranks
+        learner_names = [f"learner-{rank}" for rank in range(ranks)]
+        generator_names = [f"generator-{index}" for index in range(config.generator.count)]
         # Ray's calls carry the keys, so who may call the run's actors may join the run, and nobody else.
-        curve = None if config.network.is_loopback else CurveKeys.make()
+        keys: dict[str, CurveKeys] = {}
+        if not config.network.is_loopback:
+            keys = CurveKeys.make(listeners=["buffer", *learner_names], others=generator_names)
         journal_path = None if config.buffer.journal == "off" else run_dir / JOURNAL_DIR
         self.buffer = self._spawn(
             "buffer",
             "actors.launch:make_buffer_server",
-            {"config": config, "model_path": model_path, "journal_path": journal_path, "curve": curve},
+            {"config": config, "model_path": model_path, "journal_path": journal_path, "curve": keys.get("buffer")},
             threads=1,
         )
         self.learners = [
             self._spawn(
-                f"learner-{rank}",
+                name,
                 "actors.learner:Learner",
                 {
                     "config": config,
@@ -149,22 +153,22 @@ class Processes:
                     "model_path": model_path,
                     "master": master,
                     "run_name": segment_name(run_dir),
-                    "curve": curve,
+                    "curve": keys.get(name),
                 },
                 threads=config.learner.threads,
                 gpus=config.learner.gpus,
             )
-            for rank in range(ranks)
+            for rank, name in enumerate(learner_names)
         ]
         self.generators = [
             self._spawn(
-                f"generator-{index}",
+                name,
                 "actors.generator:Generator",
-                {"config": config, "index": index, "model_path": model_path, "curve": curve},
+                {"config": config, "index": index, "model_path": model_path, "curve": keys.get(name)},
                 threads=config.generator.threads,
                 gpus=config.generator.gpus,
             )
-            for index in range(config.generator.count)
+            for index, name in enumerate(generator_names)
         ]
 
     @property

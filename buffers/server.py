@@ -85,7 +85,7 @@ class BufferServer:
     Args:
         source: where prompts come from; the server owns it.
         bind: address to listen on, if it is not a free port of config.network.host.
-        curve: the run's keys; needed unless the address is a loopback one.
+        curve: keys of a listener; needed unless the address is a loopback one.
         journal_path: folder of the journal, needed unless buffer.journal is `off`. If a server before this one left its
             journal there, this one goes on where that was: `source` must be at the start of the data.
         peer_timeout_s: silence after which a generator's members are leased to others.
@@ -243,6 +243,8 @@ class BufferServer:
         ranks = self._config.learner.ranks
         if hello.world_size != ranks or hello.rank >= ranks:
             raise ConfigError(f"rank {hello.rank} of {hello.world_size}: this run has learner.ranks={ranks}")
+        if name != f"learner-{hello.rank}":
+            raise ConfigError(f"name ({name}): it is not that of learner rank {hello.rank}")
         return b""
 
     async def _handle(self, message: Message) -> None:

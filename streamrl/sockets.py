@@ -5,9 +5,9 @@ zmq.asyncio does, without a future for each message: at the size of a rollout th
 (bench/bench_wire.py). Waits: `messages` and `events` for the other side, ended by cancelling the task that iterates;
 `send` never; `close` at most `FLUSH_MS`.
 
-Security: `CurveKeys`. A listening pipe with keys lets in only peers that prove they hold the run's client key; ZeroMQ
-itself refuses the others, before a frame of theirs is read, and reports each as an event "refused", or as "broken" if
-the stranger saw first that they do not fit.
+Security: `CurveKeys`. A listening pipe with keys lets in only peers that prove they hold one of the run's keys, and
+says whose each message is (`sender_key`); ZeroMQ itself refuses the others, before a frame of theirs is read, and
+reports each as an event "refused", or as "broken" if the stranger saw first that they do not fit.
 """
 
 from __future__ import annotations
@@ -38,24 +38,38 @@ PipeEvent = Literal["refused", "broken", "connected", "disconnected"]
 
 
 class CurveKeys(msgspec.Struct, frozen=True):
-    """The keys of one run: one pair for its listeners, one for its connections. Only the control plane carries them."""
+    """What one process holds of a run's keys. Only the control plane carries them.
+
+    Each has a pair of its own for its connections. The listeners share another, and know whose the others' keys are.
+    """
 
     server_public: str
-    server_secret: str
     client_public: str
     client_secret: str
+    server_secret: str = ""  # a listener's
+    peers: dict[str, str] = {}  # a listener's: name -> client_public
 
     @classmethod
-    def make(cls) -> CurveKeys:
-        (server_public, server_secret), (client_public, client_secret) = zmq.curve_keypair(), zmq.curve_keypair()
-        return cls(server_public.decode(), server_secret.decode(), client_public.decode(), client_secret.decode())
+    def make(cls, *, listeners: Sequence[str], others: Sequence[str] = ()) -> dict[str, CurveKeys]:
+        """The keys of a new run, for its processes by name. Listeners may connect too."""
+        server_public, server_secret = _new_pair()
+        pairs = {name: _new_pair() for name in (*listeners, *others)}
+        peers = {name: public for name, (public, _) in pairs.items()}
+        return {name: cls(server_public, *pairs[name], server_secret, peers) for name in listeners} | {
+            name: cls(server_public, *pairs[name]) for name in others
+        }
 
     def __repr__(self) -> str:  # keys must not reach a log
         return "CurveKeys(...)"
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """pyzmq's CredentialsProvider: only the run's own client key is let in."""
-        return key.decode() == self.client_public
+        """pyzmq's CredentialsProvider: only the keys of this run are let in."""
+        return key.decode() in self.peers.values()
+
+
+def _new_pair() -> tuple[str, str]:
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
 
 
 class Pipe:
@@ -69,6 +83,7 @@ class Pipe:
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
         self._socket.set_hwm(_PIPE_MESSAGES)
         self._monitor = self._socket.get_monitor_socket(_REFUSED | _BROKEN | Event.CONNECTED | Event.DISCONNECTED)
+        self._sender: zmq.Frame | None = None
         self._ready: dict[zmq.Socket[bytes], asyncio.Event] = {}
         for socket in (self._socket, self._monitor):
             self._ready[socket] = asyncio.Event()
@@ -84,6 +99,7 @@ class Pipe:
         pipe = cls(zmq.ROUTER, max_frame_bytes=max_frame_bytes)
         pipe._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if curve is not None:
+            assert curve.server_secret, "only the keys of a listener can listen"
             pipe._authenticator = AsyncioAuthenticator(pipe._context)
             pipe._authenticator.start()
             pipe._authenticator.configure_curve_callback(credentials_provider=curve)
@@ -125,6 +141,11 @@ class Pipe:
     def has_unread(self) -> bool:
         return self._socket.poll(0) != 0
 
+    @property
+    def sender_key(self) -> str | None:
+        """The public key that the sender of the message just read has proven; None without keys."""
+        return None if self._authenticator is None or self._sender is None else str(self._sender["User-Id"])
+
     def send(self, parts: Sequence[Frame]) -> Sent:
         """ "full": the other side does not read. "gone": no such peer (any more). In both cases nothing was queued."""
         try:
@@ -163,6 +184,8 @@ class Pipe:
                     while frame.more:
                         frame = socket.recv(zmq.NOBLOCK, copy=False)
                         parts.append(_bytes_of(frame))
+                    if socket is self._socket:
+                        self._sender = frame
                     yield parts
                 await asyncio.sleep(0)
             except zmq.Again:

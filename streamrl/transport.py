@@ -20,8 +20,8 @@ message; the other side ends it, or `close` (ClosedError). `send` never waits: a
 and a peer that lets it fill has to start a new session. `close` is bounded by `FLUSH_MS`. Silence is counted in
 heartbeat ticks of our own, so that a stall of this process is not taken for the silence of its peers.
 
-Security. Loopback unless told otherwise; another address needs `CurveKeys` (streamrl/sockets.py). Who does not hold the
-run's keys is refused and counted in `Listener.num_refused`.
+Security. Loopback unless told otherwise; another address needs `CurveKeys` (streamrl/sockets.py). Who does not hold one
+of the run's keys, or says a name that is not its key's, is refused and counted in `Listener.num_refused`.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class _Peer:
     name: str
     life: str
     routing_id: bytes
+    key: str | None  # what it has proven
     up: bool = True  # whether frames can be sent; what its socket sent before it broke still comes in
     silent_ticks: int = 0
 
@@ -161,14 +162,16 @@ class Listener:
 
     async def _read(self, pipe: Pipe) -> None:
         async for routing_id, *parts in pipe.messages():
-            for message in self._handle(bytes(routing_id), parts):
+            for message in self._handle(bytes(routing_id), parts, pipe.sender_key):
                 await self._inbox.put(message)
 
-    def _handle(self, routing_id: bytes, parts: list[Frame]) -> list[Message]:
+    def _handle(self, routing_id: bytes, parts: list[Frame], key: str | None) -> list[Message]:
         kind, first = (bytes(parts[0][:1]), parts[0][1:]) if parts else (b"", b"")
         peer = self._by_id.get(routing_id)
+        if peer is not None and peer.key != key:  # a peer chooses its routing id, so another's may be used again
+            peer = None
         if kind == _HELLO:
-            return self._greet(routing_id, [first, *parts[1:]])
+            return self._greet(routing_id, [first, *parts[1:]], key)
         if kind not in (_DATA, _BEAT, _GOODBYE) or len(parts) > MAX_PARTS:
             self._complain(peer, f"a message of kind {kind!r} with {len(parts)} frames")
         elif peer is None:
@@ -181,9 +184,11 @@ class Listener:
                 return [self._remove(peer, b"goodbye")]
         return []
 
-    def _greet(self, routing_id: bytes, frames: list[Frame]) -> list[Message]:
+    def _greet(self, routing_id: bytes, frames: list[Frame], key: str | None) -> list[Message]:
         try:
             hello, _ = HELLO.unpack(frames)
+            if self._curve is not None and self._curve.peers.get(hello.name) != key:
+                raise ConfigError(f"name ({hello.name}): the CURVE keys of this peer are not those of that name")
             welcome = self._welcome(hello.name, hello.payload)
         except StreamrlError as error:
             if isinstance(error, FrameError) and error.reason != "schema":
@@ -198,7 +203,7 @@ class Listener:
             if old.life != hello.life:
                 self._post(old.routing_id, [_REFUSED + left.reason.encode()])
                 messages.append(left)
-        self._peers[hello.name] = self._by_id[routing_id] = _Peer(hello.name, hello.life, routing_id)
+        self._peers[hello.name] = self._by_id[routing_id] = _Peer(hello.name, hello.life, routing_id, key)
         self._post(routing_id, [_WELCOME + welcome])
         messages.append(Message(hello.name, "joined", [hello.payload]))
         return messages

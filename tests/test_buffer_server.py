@@ -31,7 +31,7 @@ from streamrl import transport, wire
 from streamrl.config import BufferConfig, Config
 from streamrl.errors import ClosedError, ConfigError, DeadlineExceededError
 from streamrl.records import BufferStats, Failure
-from streamrl.transport import CurveKeys
+from streamrl.transport import Connection, CurveKeys
 
 FAST: dict[str, float] = {"heartbeat_s": 0.05, "peer_timeout_s": 1.0}
 
@@ -917,24 +917,49 @@ def test_the_whole_stream_runs_under_curve_and_a_stranger_gets_nothing(where: st
     host = "127.0.0.1" if where == "loopback" else own_address()
 
     async def main() -> None:
-        keys = CurveKeys.make()
+        keys, other_run = (
+            CurveKeys.make(listeners=["buffer", "learner-0"], others=["generator-0", "generator-1"]) for _ in range(2)
+        )
         config = small_config(network={"host": host})
         async with (
-            serving(config, curve=keys) as (server, address),
-            generator(address, curve=keys) as client,
-            learner(address, curve=keys) as trainer,
+            serving(config, curve=keys["buffer"]) as (server, address),
+            generator(address, curve=keys["generator-0"]) as client,
+            learner(address, curve=keys["learner-0"]) as trainer,
         ):
             task = asyncio.create_task(StandInGenerator(client).run())
             assert await sample(trainer, 0) is not None
             assert address.startswith(f"tcp://{host}:") and (await server.stats()).refused_peers == 0
-            for strange_keys in (CurveKeys.make(), None):
+            for strange_keys in (other_run["generator-1"], None):
                 before = server._listener.num_refused
-                stranger = GeneratorClient(address, name="stranger", curve=strange_keys, **FAST)
+                stranger = GeneratorClient(address, name="generator-1", curve=strange_keys, **FAST)
                 with pytest.raises(DeadlineExceededError, match="CURVE"):
                     await stranger.connect(timeout_s=0.3)
                 await until(lambda before=before: server._listener.num_refused > before)
-            assert (await server.stats()).refused_peers >= 2 and "stranger" not in server._generators
+            assert (await server.stats()).refused_peers >= 2 and "generator-1" not in server._generators
             task.cancel()
+
+    run(main())
+
+
+def test_a_peer_of_the_run_cannot_claim_the_name_or_the_rank_of_another() -> None:
+    async def main() -> None:
+        keys = CurveKeys.make(listeners=["buffer", "learner-0"], others=["generator-0", "generator-1"])
+        async with (
+            serving(small_config(), curve=keys["buffer"]) as (server, address),
+            generator(address, curve=keys["generator-0"]) as client,
+        ):
+            await client.request(2)
+            await until(lambda: server._generators["generator-0"].credit == 2)
+            for name in ("generator-0", "learner-0", "nobody"):
+                impostor = GeneratorClient(address, name=name, curve=keys["generator-1"], **FAST)
+                with pytest.raises(ClosedError, match=rf"name \({name}\): the CURVE keys of this peer are not those"):
+                    await impostor.connect(timeout_s=5)
+            rank = Connection(address, name="generator-1", curve=keys["generator-1"], **FAST)
+            hello = bytes(wire.pack(wire.LearnerHello(rank=0, world_size=1))[0])
+            with pytest.raises(ClosedError, match=r"name \(generator-1\): it is not that of learner rank 0"):
+                await rank.connect(hello=hello, timeout_s=5)
+            assert (await server.stats()).refused_peers == 4 and server._ranks == {}
+            assert server._generators["generator-0"].credit == 2, "the one whose name it is goes on undisturbed"
 
     run(main())
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from streamrl.errors import ConfigError
@@ -96,9 +97,9 @@ def test_the_other_side_coming_and_going_is_an_event() -> None:
 
 def test_a_stranger_is_an_event_on_both_sides() -> None:
     async def main() -> None:
-        keys = CurveKeys.make()
-        listening = await Pipe.listen("tcp://127.0.0.1:0", curve=keys, max_frame_bytes=LIMIT)
-        stranger = await Pipe.connect(listening.address, curve=CurveKeys.make(), max_frame_bytes=LIMIT)
+        keys, other = (CurveKeys.make(listeners=["buffer"]) for _ in range(2))
+        listening = await Pipe.listen("tcp://127.0.0.1:0", curve=keys["buffer"], max_frame_bytes=LIMIT)
+        stranger = await Pipe.connect(listening.address, curve=other["buffer"], max_frame_bytes=LIMIT)
         try:
             assert await anext(listening.events()) in ("refused", "broken")
             events = stranger.events()
@@ -109,6 +110,37 @@ def test_a_stranger_is_an_event_on_both_sides() -> None:
             await listening.close(flush=False)
 
     run(main())
+
+
+def test_each_message_says_whose_keys_sent_it() -> None:
+    async def main() -> None:
+        keys = CurveKeys.make(listeners=["buffer"], others=["generator-0", "generator-1"])
+        listening = await Pipe.listen("tcp://127.0.0.1:0", curve=keys["buffer"], max_frame_bytes=LIMIT)
+        names = ("generator-0", "generator-1", "buffer")
+        peers = {n: await Pipe.connect(listening.address, curve=keys[n], max_frame_bytes=LIMIT) for n in names}
+        try:
+            for _ in range(2):
+                for name, peer in peers.items():
+                    assert peer.send([name.encode(), bytes(50_000)]) == "sent"
+            messages = listening.messages()
+            for _ in range(2 * len(peers)):
+                _, name, _ = await anext(messages)
+                assert listening.sender_key == keys["buffer"].peers[bytes(name).decode()]
+        finally:
+            for pipe in (*peers.values(), listening):
+                await pipe.close(flush=False)
+
+    run(main())
+
+
+def test_only_listeners_hold_the_secret_of_the_listeners() -> None:
+    keys = CurveKeys.make(listeners=["buffer", "learner-0"], others=["generator-0", "generator-1"])
+    secrets = {name: k.client_secret for name, k in keys.items()}
+    assert len(set(secrets.values())) == 4
+    for name in ("generator-0", "generator-1"):
+        assert keys[name].server_secret == "" and keys[name].peers == {}
+        held = set(msgspec.structs.astuple(keys[name])[:-1])
+        assert held & {*secrets.values(), keys["buffer"].server_secret} == {secrets[name]}
 
 
 def test_a_wrong_address_is_the_users_error_and_leaves_no_thread() -> None:

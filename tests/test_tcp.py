@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from test_segment import sharded_parameters, sharded_tensors, some_parameters
 
-from streamrl.errors import WeightSyncError
+from streamrl.errors import ClosedError, WeightSyncError
 from streamrl.records import WeightUpdate
 from streamrl.sockets import CurveKeys
 from streamrl.weight_sync import tcp
@@ -271,18 +271,23 @@ def test_a_silent_learner_costs_a_fetch_its_time_limit_and_the_error_says_how_fa
 
 
 def test_weights_are_for_peers_with_the_runs_keys_only() -> None:
-    keys = CurveKeys.make()
-    outlet = outlet_of({"weight": torch.ones(8)}, curve=keys)
+    names = {"listeners": ["learner-0"], "others": ["generator-0", "generator-1"]}
+    keys = CurveKeys.make(**names)
+    outlet = outlet_of({"weight": torch.ones(8)}, curve=keys["learner-0"])
     outlet.write(1)
 
     async def scenario() -> None:
         update = update_of(outlet.payload(1))
-        for stranger in (None, CurveKeys.make()):
+        for stranger in (None, CurveKeys.make(**names)["generator-0"]):
             inlet = inlet_of(curve=stranger, timeout_s=0.7)
             with pytest.raises(WeightSyncError, match="did not arrive"):
                 await inlet.fetch(update)
             await inlet.close()
-        friend = inlet_of(curve=keys)
+        impostor = inlet_of(curve=keys["generator-1"])
+        with pytest.raises(ClosedError, match="the CURVE keys of this peer are not those of that name"):
+            await impostor.fetch(update)
+        await impostor.close()
+        friend = inlet_of(curve=keys["generator-0"])
         assert contents(await friend.fetch(update))["weight"].tolist() == [1.0] * 8
         await friend.close()
 

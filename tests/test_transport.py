@@ -266,21 +266,24 @@ def test_a_listener_that_is_not_read_holds_a_bounded_number_of_messages_and_lose
 
 
 def test_only_the_keys_of_the_run_are_let_in_and_strangers_are_counted() -> None:
-    keys, other = CurveKeys.make(), CurveKeys.make()
+    keys, other = (CurveKeys.make(listeners=["buffer"], others=["one of us"]) for _ in range(2))
+    server_public = keys["buffer"].server_public
     strangers = {
         "without keys": None,
-        "of another run": other,
-        "that knows only the public server key": msgspec.structs.replace(other, server_public=keys.server_public),
+        "of another run": other["one of us"],
+        "that knows only the public server key": msgspec.structs.replace(
+            other["one of us"], server_public=server_public
+        ),
     }
 
     async def main() -> None:
-        async with listening(curve=keys) as (listener, address):
+        async with listening(curve=keys["buffer"]) as (listener, address):
             for name, curve in strangers.items():
                 refused = listener.num_refused
                 with pytest.raises((ClosedError, DeadlineExceededError), match="CURVE"):
                     await Connection(address, name=name, curve=curve, **FAST).connect(timeout_s=0.4)
                 assert listener.num_refused > refused, name
-            async with connected(address, "one of us", curve=keys) as connection:
+            async with connected(address, "one of us", curve=keys["one of us"]) as connection:
                 await connection.send([b"secret"])
                 assert (await next_kind(listener, "joined")).peer == "one of us"
                 assert (await next_kind(listener, "data")).frames == [b"secret"]
@@ -289,8 +292,9 @@ def test_only_the_keys_of_the_run_are_let_in_and_strangers_are_counted() -> None
 
 
 def test_keys_do_not_reach_a_log() -> None:
-    keys = CurveKeys.make()
-    assert keys.server_secret not in repr(keys) + str(keys) + f"{[keys]}"
+    keys = CurveKeys.make(listeners=["buffer"])
+    said = repr(keys) + str(keys["buffer"]) + f"{[keys]}"
+    assert keys["buffer"].server_secret not in said and keys["buffer"].client_secret not in said
 
 
 @pytest.mark.parametrize(
@@ -299,7 +303,7 @@ def test_keys_do_not_reach_a_log() -> None:
 def test_other_hosts_are_let_in_only_with_keys(bind: str) -> None:
     with pytest.raises(ConfigError, match="needs CURVE keys"):
         Listener(bind=bind)
-    Listener(bind=bind, curve=CurveKeys.make())
+    Listener(bind=bind, curve=CurveKeys.make(listeners=["buffer"])["buffer"])
 
 
 def test_a_listener_is_started_once() -> None:
@@ -393,6 +397,8 @@ def test_a_listener_that_closes_says_why() -> None:
 
 
 def test_closing_leaks_no_socket_no_thread_and_no_task() -> None:
+    keys, other = (CurveKeys.make(listeners=["peer"])["peer"] for _ in range(2))
+
     async def once(curve: CurveKeys | None) -> None:
         tasks = asyncio.all_tasks()
         async with listening(curve=curve) as (listener, address):
@@ -400,17 +406,17 @@ def test_closing_leaks_no_socket_no_thread_and_no_task() -> None:
                 await connection.send([b"x"])
                 await next_kind(listener, "joined")
             with pytest.raises((ClosedError, DeadlineExceededError)):
-                await Connection(address, name="stranger", curve=CurveKeys.make()).connect(timeout_s=0.05)
+                await Connection(address, name="peer", curve=other).connect(timeout_s=0.05)
         assert asyncio.all_tasks() <= tasks
 
     async def main() -> None:
         for _ in range(2):
             await once(None)
-            await once(CurveKeys.make())
+            await once(keys)
         before = (len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task")))
         for _ in range(5):
             await once(None)
-            await once(CurveKeys.make())
+            await once(keys)
         after = (len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task")))
         assert after <= before or all(a <= b + 1 for a, b in zip(after, before, strict=True)), (before, after)
 
