@@ -109,9 +109,11 @@ def pull_all(socket: Any, into: Any) -> None:
 
 
 async def transfers(megabytes: int, rounds: int) -> Times:
-    curve = CurveKeys.make()
+    keys = CurveKeys.make(listeners=["learner-0"], others=["generator-0"])
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=be_the_learner, args=(theirs, megabytes, curve))
+    process = multiprocessing.get_context("spawn").Process(
+        target=be_the_learner, args=(theirs, megabytes, keys["learner-0"])
+    )
     process.start()
     times: Times = {}
     context = zmq.Context()
@@ -120,7 +122,7 @@ async def transfers(megabytes: int, rounds: int) -> Times:
         pull = context.socket(zmq.PULL)
         pull.connect(address)
         source, target = np.ones(num_bytes, dtype=np.uint8), np.ones(num_bytes, dtype=np.uint8)
-        inlets = {way: inlet_for(way, curve) for way in BACKENDS}
+        inlets = {way: inlet_for(way, keys["generator-0"]) for way in BACKENDS}
         for number in range(rounds + 2):  # the first two touch every page for the first time
             timed: dict[str, float] = {}
             began = time.perf_counter()

@@ -68,8 +68,8 @@ def test_a_network_that_cannot_be_bound_is_found() -> None:
 
 def test_a_peer_with_other_keys_is_shut_out(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nobody in without" in asyncio.run(doctor.check_sockets(config))
-    keys = doctor.CurveKeys.make()
-    monkeypatch.setattr(doctor.CurveKeys, "make", lambda: keys)  # then the stranger is none
+    keys = doctor.CurveKeys.make(listeners=["buffer"], others=["doctor"])
+    monkeypatch.setattr(doctor.CurveKeys, "make", lambda **names: keys)  # then the stranger is none
     with pytest.raises(Trouble, match="a peer with other keys was let in"):
         asyncio.run(doctor.check_sockets(config))
 

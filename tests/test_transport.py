@@ -291,6 +291,21 @@ def test_only_the_keys_of_the_run_are_let_in_and_strangers_are_counted() -> None
     run(main())
 
 
+def test_a_routing_id_is_worth_nothing_without_the_keys_of_its_peer() -> None:
+    keys = CurveKeys.make(listeners=["buffer"], others=["generator-0", "generator-1"])
+
+    async def main() -> None:
+        async with (
+            listening(curve=keys["buffer"]) as (listener, address),
+            connected(address, "generator-0", curve=keys["generator-0"]),
+        ):
+            own = listener._peers["generator-0"].routing_id
+            for key, taken in ((keys["generator-1"].client_public, 0), (keys["generator-0"].client_public, 1)):
+                assert len(listener._handle(own, [b"Dforged"], key)) == taken
+
+    run(main())
+
+
 def test_keys_do_not_reach_a_log() -> None:
     keys = CurveKeys.make(listeners=["buffer"])
     said = repr(keys) + str(keys["buffer"]) + f"{[keys]}"
