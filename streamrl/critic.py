@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from streamrl.config import Config
+from streamrl.optimizer import warmed_up_adamw
 from streamrl.packed_trunk import ATTENTION, clip_grad_norm, mixed_precision_of, packed_hidden, shard_blocks
 from streamrl.packing import MicroBatch
 from streamrl.step import all_reduce
@@ -61,16 +62,7 @@ class Critic:
         fully_shard(self._module, mesh=mesh, mp_policy=mixed_precision)
         # Kept from here: after a forward without a backward FSDP shows the gathered ones in their place.
         self._parameters = list(self._module.parameters())
-        self.optimizer = torch.optim.AdamW(
-            self.parameters(),
-            lr=self._config.lr,
-            betas=learner.betas,
-            weight_decay=learner.weight_decay,
-            fused=True,
-        )
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: min(1.0, (step + 1) / max(1, learner.warmup_steps))
-        )
+        self.optimizer, self.scheduler = warmed_up_adamw(self.parameters(), learner, lr=self._config.lr)
 
     def parameters(self) -> list[nn.Parameter]:
         """The sharded parameters."""

@@ -26,6 +26,7 @@ from streamrl.config_rules import TOKEN_ADVANTAGES
 from streamrl.correction import off_policy_metrics, second_moment_cutoff
 from streamrl.critic import Critic
 from streamrl.losses import divergence_estimate, policy_loss, policy_metrics
+from streamrl.optimizer import warmed_up_adamw
 from streamrl.packing import MicroBatch, filler_micro_batch, pack_rollouts
 from streamrl.policy import Policy
 from streamrl.records import Rollout, RolloutGroup
@@ -64,13 +65,7 @@ class Trainer:
         self._for_critic: list[MicroBatch] = []  # of the step that is being made
         self._config = config
         self._step: Step  # the one that is being made
-        learner = config.learner
-        self.optimizer = torch.optim.AdamW(
-            policy.parameters(), lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay, fused=True
-        )
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: min(1.0, (step + 1) / max(1, learner.warmup_steps))
-        )
+        self.optimizer, self.scheduler = warmed_up_adamw(policy.parameters(), config.learner, lr=config.learner.lr)
 
     def step(self, batch: Batch, *, policy_version: int) -> dict[str, float]:
         """Train on one batch that is there: `begin`, `add`, `finish`."""
