@@ -22,13 +22,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from actors.busy_meter import BusyMeter
 from actors.doctor import Check, Trouble
 from actors.engine import Engine
+from actors.parity import log_prob_differences, sample_rollouts
 from actors.preparation import prepare
 from actors.weight_follower import WeightFollower
 from streamrl.config import Config
 from streamrl.errors import StreamrlError, WeightSyncError
-from streamrl.packing import pack_rollouts
 from streamrl.policy import Policy
-from streamrl.records import Rollout, WeightUpdate
+from streamrl.records import WeightUpdate
 from streamrl.transport import CurveKeys
 from streamrl.weight_sync.channel import ProbeSet, WeightPublisher
 from streamrl.weight_sync.choice import Placement, choose_backend, with_backend
@@ -101,45 +101,9 @@ class _Patient:
         vocabulary = int(self._policy.model.config.vocab_size)
         numbers = np.random.default_rng(0)
         prompts = self._prompts or numbers.integers(0, vocabulary, size=(SAMPLES, 8)).tolist()
-
-        async def sample() -> list[Any]:
-            return await asyncio.gather(
-                *(
-                    engine.generate(
-                        prompts[i % len(prompts)],
-                        request_id=f"doctor-{i}",
-                        temperature=config.generator.temperature,
-                        max_tokens=config.generator.max_new_tokens,
-                        stop_ids=[],
-                        seed=i,
-                        salt="doctor",
-                    )
-                    for i in range(SAMPLES)
-                )
-            )
-
-        completions = self._await(sample(), config.weight_sync.timeout_s)
-        rollouts = [
-            Rollout(
-                uid=str(i),
-                member=0,
-                attempt=0,
-                prompt_ids=np.array(prompts[i % len(prompts)], dtype=np.int32),
-                response_ids=np.array(c.token_ids, dtype=np.int32),
-                old_log_probs=np.array(c.log_probs, dtype=np.float32),
-                versions=np.zeros(len(c.token_ids), dtype=np.int32),
-            )
-            for i, c in enumerate(completions)
-        ]
-        differences = []
-        with torch.no_grad():
-            for batch in pack_rollouts(
-                rollouts, torch.zeros(len(rollouts)), max_tokens=config.learner.micro_batch_tokens
-            ):
-                log_probs, _ = self._policy.token_log_probs(batch)
-                chosen = batch.tokens["response_mask"].bool().cpu()
-                differences.append((log_probs.cpu() - batch.tokens["old_log_probs"].cpu())[chosen].abs())
-        found = torch.cat(differences)
+        sampling = sample_rollouts(engine, prompts, config.generator, count=SAMPLES, stop_ids=[])
+        rollouts = self._await(sampling, config.weight_sync.timeout_s)
+        found = log_prob_differences(self._policy, rollouts, max_tokens=config.learner.micro_batch_tokens).abs()
         text = f"{len(found)} tokens, mean difference {found.mean():.2g}, largest {found.max():.2g}"
         tolerance = TOLERANCE[config.model.dtype]
         if not float(found.max() if config.model.dtype == "float32" else found.mean()) <= tolerance:

@@ -221,8 +221,7 @@ def parity(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from actors.engine import Engine
-    from streamrl.packing import pack_rollouts
-    from streamrl.records import Rollout
+    from actors.parity import log_prob_differences, sample_rollouts
 
     config, model_path, prompts = workload(arguments)
     stop_ids = stop_tokens(model_path)
@@ -236,50 +235,23 @@ def parity(arguments: argparse.Namespace) -> dict[str, Any]:
         started = time.perf_counter() - began
         say(f"engine ready after {started:.0f} s")
         try:
-            completions = await asyncio.gather(
-                *(
-                    machine.generate(
-                        prompts[i % len(prompts)],
-                        request_id=f"r{i}",
-                        temperature=config.generator.temperature,
-                        max_tokens=config.generator.max_new_tokens,
-                        stop_ids=stop_ids,
-                        seed=i,
-                        salt="0",
-                    )
-                    for i in range(arguments.samples)
-                )
+            rollouts = await sample_rollouts(
+                machine, prompts, config.generator, count=arguments.samples, stop_ids=stop_ids
             )
-            real_probe = [prompts[i] + completions[i].token_ids[:16] for i in range(min(16, len(completions)))]
+            real_probe = [[*r.prompt_ids.tolist(), *r.response_ids[:16].tolist()] for r in rollouts[:16]]
             scores = await machine.score(random_probe, request_id="random")
             real_scores = await machine.score(real_probe, request_id="real")
         finally:
             await machine.stop()
-        return completions, scores, real_scores, real_probe, started
+        return rollouts, scores, real_scores, real_probe, started
 
-    completions, scores, real_scores, real_probe, started = asyncio.run(sample())
-    rollouts = [
-        Rollout(
-            uid=str(i),
-            member=0,
-            attempt=0,
-            prompt_ids=np.array(prompts[i % len(prompts)], dtype=np.int32),
-            response_ids=np.array(c.token_ids, dtype=np.int32),
-            old_log_probs=np.array(c.log_probs, dtype=np.float32),
-            versions=np.zeros(len(c.token_ids), dtype=np.int32),
-        )
-        for i, c in enumerate(completions)
-    ]
+    rollouts, scores, real_scores, real_probe, started = asyncio.run(sample())
     result: dict[str, Any] = {"engine_start_s": round(started, 1), "dtype": config.model.dtype}
     with one_rank(config) as mesh, torch.no_grad():
         policy = make_policy(config, model_path, mesh)
-        parts = []
-        for batch in pack_rollouts(rollouts, torch.zeros(len(rollouts)), max_tokens=config.learner.micro_batch_tokens):
-            log_probs, _ = policy.token_log_probs(batch)
-            chosen = batch.tokens["response_mask"].bool()
-            parts.append((log_probs.cpu() - batch.tokens["old_log_probs"].cpu())[chosen.cpu()])
-        result["sampled_tokens"] = differences(torch.cat(parts).double().numpy())
-        texts = [decode(model_path, c.token_ids) for c in completions[:4]]
+        found = log_prob_differences(policy, rollouts, max_tokens=config.learner.micro_batch_tokens)
+        result["sampled_tokens"] = differences(found.double().numpy())
+        texts = [decode(model_path, r.response_ids.tolist()) for r in rollouts[:4]]
         result["examples"] = texts
         random_expected, real_expected = policy.probe_log_probs(random_probe), policy.probe_log_probs(real_probe)
         result["probe_random_tokens"] = differences(np.array(scores) - np.array(random_expected))
